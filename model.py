@@ -515,7 +515,6 @@ class KVCache:
 
     @property
     def nbytes(self):
-        """Bytes held for the tokens."""
         return self.k.nbytes + self.v.nbytes
 
 
@@ -625,6 +624,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     A row that outgrows the cache's max_len goes on from the newest half of what it held; all rows are then prefilled
     again together. Raises ValueError for impossible arguments and FloatingPointError for logits that are not finite."""
     cfg, device, rows = model.cfg, model.embed.weight.device, [row.tolist() for row in idx]
+    step = model if step is None else step
     for wrong, sentence in (
             (not cfg.causal, 'causal=false: an encoder does not generate'),
             (not rows or not all(rows), 'a prompt is empty: give it at least one token'),
@@ -669,7 +669,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
             continue
         if not all(alive):
             cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))  # stopped rows hold nothing
-        logits = (step or model)(token.clamp(min=0)[:, None], cache=cache)[0][:, -1]  # (B, V)
+        logits = step(token.clamp(min=0)[:, None], cache=cache)[0][:, -1]  # (B, V)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arithmetic

@@ -8,7 +8,6 @@
 import base64
 import difflib
 import errno
-import functools
 import hashlib
 import inspect
 import json
@@ -22,9 +21,12 @@ import sys
 import sysconfig
 import tarfile
 import time
+import unicodedata
+from collections import namedtuple
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from multiprocessing import get_context
@@ -37,7 +39,7 @@ import requests
 import tiktoken
 import torch
 
-from model import Config, Transformer
+from model import FAMILIES, Config, Transformer
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 OPENWEBTEXT = 'https://zenodo.org/records/3834942/files/openwebtext.tar.xz'
@@ -323,6 +325,9 @@ def tokenizer(description):
     else:
         bpe = tiktoken_encoding(description)
         vocab_size, encode, piece = bpe.n_vocab, bpe.encode_ordinary, bpe.decode_single_token_bytes
+        if description.get('nfc'):  # Qwen's texts are normalized first
+            def encode(text):
+                return bpe.encode_ordinary(unicodedata.normalize('NFC', text))
         eot = bpe.eot_token if kind == 'tiktoken' else description['eot']
 
     def decode(ids):
@@ -574,6 +579,547 @@ def load_model(path, device='', dtype=''):
     return model.to(device=device, dtype=dtype).eval(), checkpoint
 
 
+# ---- Published models -----------------------------------------------------------------------------------------------
+
+
+def sizes(*columns, **more):
+    return dict(zip(('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'd_ff', 'vocab_size', 'block_size'), columns), **more)
+
+
+PUBLISHED = {  # family; layers, heads, key/value heads (0: as heads), width, MLP width (0: 4 times), vocabulary, length
+    'gpt2': ('gpt2', sizes(12, 12, 0, 768, 0, 50257, 1024)),
+    'gpt2-medium': ('gpt2', sizes(24, 16, 0, 1024, 0, 50257, 1024)),
+    'gpt2-large': ('gpt2', sizes(36, 20, 0, 1280, 0, 50257, 1024)),
+    'gpt2-xl': ('gpt2', sizes(48, 25, 0, 1600, 0, 50257, 1024)),
+    'gpt3-175b': ('gpt2', sizes(96, 96, 0, 12288, 0, 50257, 2048)),
+    'llama-7b': ('llama', sizes(32, 32, 0, 4096, 11008, 32000, 2048, norm_eps=1e-6)),
+    'llama2-7b': ('llama', sizes(32, 32, 0, 4096, 11008, 32000, 4096)),
+    'llama2-13b': ('llama', sizes(40, 40, 0, 5120, 13824, 32000, 4096)),
+    'llama2-70b': ('llama', sizes(80, 64, 8, 8192, 28672, 32000, 4096)),
+    'llama3-8b': ('llama3', sizes(32, 32, 8, 4096, 14336, 128256, 8192)),
+    'llama3-70b': ('llama3', sizes(80, 64, 8, 8192, 28672, 128256, 8192)),
+    'llama3.1-8b': ('llama3.1', sizes(32, 32, 8, 4096, 14336, 128256, 131072)),
+    'mistral-7b': ('mistral', sizes(32, 32, 8, 4096, 14336, 32000, 32768, window=4096)),
+    'mixtral-8x7b': ('mixtral', sizes(32, 32, 8, 4096, 14336, 32000, 32768)),
+    'qwen2-7b': ('qwen2', sizes(28, 28, 4, 3584, 18944, 152064, 131072)),
+    'qwen3-8b': ('qwen3', sizes(36, 32, 8, 4096, 12288, 151936, 40960, head_dim=128)),
+    'deepseek-v2-lite': ('deepseek', sizes(
+        27, 16, 0, 2048, 10944, 102400, 163840, head_dim=192, rope_dim=64, v_dim=128, kv_rank=512, n_expert=64,
+        n_active=6, d_expert=1408, rope_scaling='yarn,40,4096,32,1,0.707,0.707'))}
+
+
+def published(name):
+    """The Config fields of a published model: its family's switches and its own sizes."""
+    if name not in PUBLISHED:
+        raise Refusal(f'Unknown model {name}{nearest(name, PUBLISHED)}', code=2)
+    family, own = PUBLISHED[name]
+    return {**FAMILIES[family], **own}
+
+
+# ---- Published weights ----------------------------------------------------------------------------------------------
+# Each tensor of ours stacks the rows of one or more published ones. These tables say which, for both directions, with
+# {} for the number of a layer or an expert.
+
+LLAMA = {'embed': 'model.embed_tokens', 'norm': 'model.norm', 'lm_head': 'lm_head', 'block': 'model.layers.{}.',
+         'attn_norm': 'input_layernorm', 'mlp_norm': 'post_attention_layernorm',
+         'attn.w_qkv': 'self_attn.q_proj self_attn.k_proj self_attn.v_proj', 'attn.w_out': 'self_attn.o_proj',
+         'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+         'mlp.w_up': 'mlp.gate_proj mlp.up_proj', 'mlp.w_down': 'mlp.down_proj'}
+MIXTRAL = {**LLAMA, 'mlp.router': 'block_sparse_moe.gate', 'expert.w_down': 'block_sparse_moe.experts.{}.w2',
+           'expert.w_up': 'block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3'}
+DEEPSEEK = {**LLAMA, 'attn.w_q_latent': 'self_attn.q_a_proj', 'attn.q_norm': 'self_attn.q_a_layernorm',
+            'attn.w_q': 'self_attn.q_proj', 'attn.w_kv_latent': 'self_attn.kv_a_proj_with_mqa',
+            'attn.kv_norm': 'self_attn.kv_a_layernorm', 'attn.w_kv': 'self_attn.kv_b_proj', 'mlp.router': 'mlp.gate',
+            'mlp.shared.w_up': 'mlp.shared_experts.gate_proj mlp.shared_experts.up_proj',
+            'mlp.shared.w_down': 'mlp.shared_experts.down_proj', 'expert.w_down': 'mlp.experts.{}.down_proj',
+            'expert.w_up': 'mlp.experts.{}.gate_proj mlp.experts.{}.up_proj'}
+META = {'embed': 'tok_embeddings', 'norm': 'norm', 'lm_head': 'output', 'block': 'layers.{}.',
+        'attn_norm': 'attention_norm', 'attn.w_qkv': 'attention.wq attention.wk attention.wv',
+        'attn.w_out': 'attention.wo', 'mlp_norm': 'ffn_norm', 'mlp.w_up': 'feed_forward.w1 feed_forward.w3',
+        'mlp.w_down': 'feed_forward.w2'}
+GPT2 = {'embed': 'transformer.wte', 'embed_pos': 'transformer.wpe', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head',
+        'block': 'transformer.h.{}.', 'attn_norm': 'ln_1', 'attn.w_qkv': 'attn.c_attn', 'attn.w_out': 'attn.c_proj',
+        'mlp_norm': 'ln_2', 'mlp.w_up': 'mlp.c_fc', 'mlp.w_down': 'mlp.c_proj'}
+GPT1 = {**GPT2, 'embed': 'transformer.tokens_embed', 'embed_pos': 'transformer.positions_embed'}
+BUFFERS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|transformer\.position_ids|rope\.freqs|'
+                     r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')  # masks and tables in old files
+
+# What config.json calls our fields, and what its other fields must be; None: absent will do. Export writes the first.
+SIZES = dict(vocab_size='vocab_size', block_size='max_position_embeddings', n_layer='num_hidden_layers',
+             n_embd='hidden_size', n_head='num_attention_heads', n_kv_head='num_key_value_heads', head_dim='head_dim',
+             d_ff='intermediate_size', norm_eps='rms_norm_eps', tie='tie_word_embeddings')
+GPT_SIZES = dict(vocab_size='vocab_size', block_size='n_positions', n_layer='n_layer', n_embd='n_embd',
+                 n_head='n_head', norm_eps='layer_norm_epsilon', tie='tie_word_embeddings')
+MAY_MISS = ('head_dim', 'num_key_value_heads', 'n_inner', 'tie_word_embeddings')
+SILU, NO = {'hidden_act': ('silu', None)}, (False, None)
+ALWAYS = dict(quantization_config=(None,), attention_bias=NO, mlp_bias=NO, use_sliding_window=NO,
+              is_causal=(True, None), partial_rotary_factor=(None, 1.0))
+Architecture = namedtuple('Architecture', 'type family names form fields needs')
+ARCHITECTURES = {  # form: 'conv1d' has matrices transposed, 'pairs' has the two of a rotary pair side by side
+    'GPT2LMHeadModel': Architecture('gpt2', 'gpt2', GPT2, 'conv1d', dict(GPT_SIZES, d_ff='n_inner'), dict(
+        activation_function=('gelu_new', 'gelu_pytorch_tanh', None), scale_attn_weights=(True, None),
+        scale_attn_by_inverse_layer_idx=NO, reorder_and_upcast_attn=NO, add_cross_attention=NO)),
+    'OpenAIGPTLMHeadModel': Architecture('openai-gpt', 'gpt1', GPT1, 'conv1d', GPT_SIZES, {'afn': ('gelu', None)}),
+    'LlamaForCausalLM': Architecture('llama', 'llama', LLAMA, '', SIZES, SILU),
+    'MistralForCausalLM': Architecture('mistral', 'mistral', LLAMA, '', dict(SIZES, window='sliding_window'), SILU),
+    'MixtralForCausalLM': Architecture('mixtral', 'mixtral', MIXTRAL, '', dict(
+        SIZES, window='sliding_window', d_expert='intermediate_size', n_expert='num_local_experts',
+        n_active='num_experts_per_tok'), SILU),
+    'Qwen2ForCausalLM': Architecture('qwen2', 'qwen2', LLAMA, '', SIZES, SILU),
+    'Qwen3ForCausalLM': Architecture('qwen3', 'qwen3', LLAMA, '', SIZES, SILU),
+    'DeepseekV2ForCausalLM': Architecture('deepseek_v2', 'deepseek', DEEPSEEK, 'pairs', dict(
+        SIZES, head_dim='qk_nope_head_dim', rope_dim='qk_rope_head_dim', v_dim='v_head_dim', kv_rank='kv_lora_rank',
+        q_rank='q_lora_rank', n_expert='n_routed_experts', n_active='num_experts_per_tok', n_shared='n_shared_experts',
+        d_expert='moe_intermediate_size', n_dense='first_k_dense_replace', expert_scale='routed_scaling_factor'), dict(
+        SILU, topk_method=('greedy', None), norm_topk_prob=NO, scoring_func=('softmax', None), n_group=(1, None),
+        topk_group=(1, None), moe_layer_freq=(1, None), rms_norm_eps=(1e-6,))),  # its latents' norms have no other
+    'CohereForCausalLM': Architecture('cohere', 'palm', LLAMA, 'pairs', dict(SIZES, norm_eps='layer_norm_eps'), dict(
+        SILU, logit_scale=(1.0,), use_qk_norm=NO))}
+ROPE = {'default': (), 'linear': ('factor',),
+        'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'),
+        'yarn': ('factor', 'original_max_position_embeddings', 'beta_fast', 'beta_slow', 'mscale', 'mscale_all_dim')}
+
+
+def unsupported(field, value, supported):
+    return Refusal(f'{field} is {value!r}, but nanoblock supports {" or ".join(map(repr, supported))} here.')
+
+
+def rope_from(config, base=None):
+    """Our rope fields from a config.json: from rope_theta and rope_scaling, or from the newer rope_parameters."""
+    length = config.get('original_max_position_embeddings') or config.get('max_position_embeddings')
+    given = {**(config.get('rope_scaling') or {}), **(config.get('rope_parameters') or {})}
+    kind, m, m_all = (given.get(field) for field in ('rope_type', 'mscale', 'mscale_all_dim'))
+    kind = kind or given.get('type', 'default')
+    if kind not in ROPE:
+        raise unsupported('rope_type', kind, ROPE)
+    for field in given.keys() - {'rope_theta', 'rope_type', 'type', *ROPE['llama3'], *ROPE['yarn']}:
+        if given[field] is not None:
+            raise unsupported(f'{field} of rope', given[field], [None])
+    if not (m and m_all or m in (None, 1) and not m_all):  # transformers and DeepSeek's own code disagree
+        raise unsupported('mscale', m, [m_all or 1])
+    known = dict(rope_theta=config.get('rope_theta', base), original_max_position_embeddings=length, beta_fast=32,
+                 beta_slow=1, mscale=1, mscale_all_dim=0)
+    known.update((field, value) for field, value in given.items() if value is not None)
+    if missing := [field for field in ('rope_theta', *ROPE[kind]) if known.get(field) is None]:
+        raise Refusal(f'config.json has no {missing[0]}.')
+    scaling = ','.join([kind, *(str(known[field]) for field in ROPE[kind])])
+    return dict(rope_base=known['rope_theta'], rope_scaling='' if kind == 'default' else scaling)
+
+
+def from_hugging_face(config):
+    """Our Config fields from a config.json. What would change the result and is not supported is refused."""
+    name = (config.get('architectures') or [None])[0]
+    if name not in ARCHITECTURES:
+        raise unsupported('architectures', name, ARCHITECTURES)
+    architecture = ARCHITECTURES[name]
+    for field, values in {**ALWAYS, **architecture.needs}.items():
+        if config.get(field) not in values:
+            raise unsupported(field, config.get(field), values)
+    if set(config.get('layer_types') or ()) - {'full_attention'}:
+        raise unsupported('layer_types', config['layer_types'], ['full_attention'])
+    ours = dict(FAMILIES[architecture.family])
+    for our, their in architecture.fields.items():
+        if their not in config and their not in MAY_MISS:
+            raise Refusal(f'config.json has no {their}.')
+        value = config.get(their, ours.get('tie', False) if our == 'tie' else 0)
+        ours[our] = 0 if value is None else value
+        if our == 'n_expert' and not value:
+            raise unsupported(their, value, ['1 or more'])
+    if ours.get('kv_rank'):
+        ours['head_dim'] += ours['rope_dim']
+    if ours.get('pos') != 'learned':  # the first Llamas' files have no rope_theta yet
+        ours.update(rope_from(config, 10000.0 if name == 'LlamaForCausalLM' else None))
+    return ours
+
+
+def to_hugging_face(cfg, name):
+    """The config.json that says what cfg says, as far as the architecture has words for it."""
+    kind, _, _, _, fields, needs = ARCHITECTURES[name]
+    theirs = {'architectures': [name], 'model_type': kind, **{field: values[0] for field, values in needs.items()}}
+    for our, their in fields.items():
+        value = getattr(cfg, our)
+        theirs[their] = None if value == 0 and their in ('sliding_window', 'q_lora_rank') else value
+    if cfg.kv_rank and 'qk_nope_head_dim' in theirs:
+        theirs['qk_nope_head_dim'] -= cfg.rope_dim
+    if cfg.pos == 'rope':  # in the old words and in the new ones
+        kind, *numbers = (cfg.rope_scaling or 'default').split(',')
+        scaling = dict(zip(ROPE[kind], map(json.loads, numbers)), rope_type=kind)
+        theirs.update(rope_theta=cfg.rope_base, rope_scaling=dict(scaling, type=kind) if numbers else None,
+                      rope_parameters=dict(scaling, rope_theta=cfg.rope_base))
+    return theirs
+
+
+def counterpart(cfg):
+    """The config.json of the architecture that this model is: read back, it gives the same model."""
+    differ, unused = {}, ['dropout', 'vocab_multiple', 'balance']
+    if cfg.n_expert and not cfg.n_dense:
+        unused.append('d_ff')
+    for name in ARCHITECTURES:
+        with suppress(Refusal):
+            config = to_hugging_face(cfg, name)
+            back = asdict(build(Config, from_hugging_face(config)))
+            differ[name] = [f'{field}={value}' for field, value in asdict(cfg).items()
+                            if field not in unused and value != back[field]]
+            if not differ[name]:
+                return config
+    closest = min(differ, key=lambda name: len(differ[name]))
+    raise Refusal(f'transformers has no counterpart of this model: {closest} comes closest, but without '
+                  f'{", ".join(differ[closest])}.')
+
+
+def row_order(cfg, role):
+    """The order in which our matrix takes the rows of one of form 'pairs': its rotary pairs are rows 0 1, 2 3, ... of
+    a head; ours are a row of the first half and one of the second. None: as they come."""
+    H, K, D, R = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.rope_dim or cfg.head_dim
+    heads = {'attn.w_qkv': (H + 2 * K, D), 'attn.w_q': (H, D), 'attn.w_kv_latent': (1, cfg.kv_rank + R),
+             'attn.w_kv': (H, D - R + cfg.v_dim)}.get(role)
+    if heads is None:
+        return None
+    rows = torch.arange(math.prod(heads)).view(heads)
+    if role == 'attn.w_kv':  # theirs has each head's key and value together, ours all keys first
+        return torch.cat([part.flatten() for part in rows.split((D - R, cfg.v_dim), dim=1)])
+    turned = rows[:H + K if role == 'attn.w_qkv' else H, -R:]
+    turned.copy_(turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1))
+    return rows.flatten()
+
+
+def stack(cfg, names, form):
+    """For each tensor of ours: its name, its shape, the (name, shape) of the published ones stacked in it, whether
+    those are transposed, and their row_order."""
+    with torch.device('meta'):
+        ours = Transformer(cfg).state_dict()
+    for name, tensor in ours.items():
+        layer, role, suffix = re.fullmatch(r'(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?', name).groups()
+        if cfg.tie and role == 'lm_head':
+            continue
+        theirs = names[role if suffix else role.replace('mlp', 'expert')].split()
+        if cfg.q_rank and role == 'attn.w_q':
+            theirs = ['self_attn.q_b_proj']
+        if not suffix:  # experts
+            theirs = [word.format(e) for e in range(len(tensor)) for word in theirs]
+        theirs = [(names['block'].format(layer) if layer else '') + word + (suffix or '.weight') for word in theirs]
+        columns, turned = tensor.shape[1:][-1:], form == 'conv1d' and layer is not None and tensor.dim() == 2
+        shares = [1] * len(theirs)
+        if role == 'attn.w_qkv' and len(theirs) == 3:
+            shares = [cfg.n_head, cfg.n_kv_head, cfg.n_kv_head]
+        rows = [tensor.numel() // math.prod(columns) * share // sum(shares) for share in shares]
+        shapes = [(*columns, n) if turned else (n, *columns) for n in rows]
+        yield name, tensor.shape, list(zip(theirs, shapes)), turned, row_order(cfg, role) if form == 'pairs' else None
+
+
+def convert(cfg, names, form, tensors, dtype=''):
+    """Our state dict from published tensors {name: (shape, dtype, read)}; each is read once, straight to its place."""
+    plan, state = list(stack(cfg, names, form)), {}
+    wanted = {name: shape for _, _, theirs, _, _ in plan for name, shape in theirs}
+    embed, head = names['embed'] + '.weight', names['lm_head'] + '.weight'
+    tied = cfg.tie and {embed, head} <= tensors.keys() and torch.equal(tensors[embed][2](), tensors[head][2]())
+    tensors = {name: t for name, t in tensors.items() if not BUFFERS.fullmatch(name) and not (tied and name == head)}
+    found = {name: shape for name, (shape, _, _) in tensors.items()}
+    wrong = [f'{name} is {found.get(name, "missing")}, not {wanted.get(name, "known")}'
+             for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    if wrong:
+        raise Refusal(f'The tensors do not fit the config: {"; ".join(wrong[:5])}.')
+    stored = {dtype for _, dtype, _ in tensors.values()}
+    dtype = DTYPES[dtype] if dtype else stored.pop() if stored in ({torch.bfloat16}, {torch.float16}) else torch.float32
+    for name, shape, theirs, turned, order in plan:
+        state[name] = torch.empty(shape, dtype=dtype)
+        rows = state[name].view(-1, *shape[1:][-1:]).split([size[-1 if turned else 0] for _, size in theirs])
+        for part, (word, _) in zip(rows, theirs):
+            read = tensors.pop(word)[2]
+            part.copy_(read().T if turned else read())
+        state[name] = state[name] if order is None else state[name][order]
+    return state
+
+
+# Each format gives a Config, names and form, the tensors {name: (shape, dtype, read)}, and a tokenizer's description.
+
+STORED = {'F32': torch.float32, 'BF16': torch.bfloat16, 'F16': torch.float16, 'F64': torch.float64}
+
+
+def intact(read, path):
+    """What read(path) returns; a file of another kind can make it fail anywhere."""
+    try:
+        return read(path)
+    except (OSError, Refusal):
+        raise
+    except Exception:
+        raise Refusal(f'{path} is cut short or not what its name says: get it again.') from None
+
+
+def read_json(*path):
+    return intact(lambda path: json.loads(read_text(path) or '{}'), os.path.join(*path))
+
+
+def read_torch(path):
+    return intact(partial(torch.load, map_location='cpu', weights_only=True, mmap=True), path)
+
+
+def on_disk(path, start, dtype, shape):
+    def read():
+        raw = np.fromfile(path, np.uint8, math.prod(shape) * dtype.itemsize, offset=start)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+    return tuple(shape), dtype, read
+
+
+def in_memory(state):
+    return {name: (tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in state.items()}
+
+
+def read_safetensors(path):
+    """The tensors of a file: 8 bytes of length, a JSON header of that length, raw data."""
+    tensors = {}
+    with open(path, 'rb') as file:
+        start = 8 + int.from_bytes(file.read(8), 'little')
+        room = os.path.getsize(path) - start
+        header = json.loads(file.read(start - 8 if room >= 0 else 0))
+    header.pop('__metadata__', None)
+    for name, about in header.items():
+        (first, last), kind = about['data_offsets'], about['dtype']
+        if kind not in STORED:
+            raise unsupported(f'dtype of {name}', kind, STORED)
+        if not 0 <= first <= last <= room or last - first != math.prod(about['shape']) * STORED[kind].itemsize:
+            raise ValueError
+        tensors[name] = on_disk(path, start + first, STORED[kind], about['shape'])
+    return tensors
+
+
+def shards(folder):
+    index = read_json(folder, 'model.safetensors.index.json')
+    return sorted({os.path.basename(file) for file in index.get('weight_map', {}).values()}) or ['model.safetensors']
+
+
+def hugging_face(folder):
+    """A folder of config.json and safetensors, in one file or in those that an index names."""
+    config, tensors = read_json(folder, 'config.json'), {}
+    cfg = build(Config, from_hugging_face(config))
+    for file in shards(folder):
+        if not os.path.exists(os.path.join(folder, file)):
+            raise Refusal(f'{folder} has no {file}.')
+        tensors.update(intact(read_safetensors, os.path.join(folder, file)))
+    names, form = ARCHITECTURES[config['architectures'][0]][2:4]
+    if names in (GPT1, GPT2):  # the oldest files leave the first word out
+        tensors = {re.sub(r'^(?!transformer\.|lm_head\.)', 'transformer.', name): t for name, t in tensors.items()}
+    return cfg, names, form, tensors, hugging_face_tokenizer(folder, config)
+
+
+def hub(name):
+    """Downloads a model of the Hugging Face hub, or of its mirror HF_ENDPOINT; returns the folder."""
+    page = f'{os.environ.get("HF_ENDPOINT") or "https://huggingface.co"}/{name}'
+    folder, token = os.path.join(ROOT, 'data', 'hub', name), os.environ.get('HF_TOKEN')
+    headers = {'Authorization': f'Bearer {token}'} if token else {}
+
+    def get(file, optional=False):
+        try:
+            download(f'{page}/resolve/main/{file}', os.path.join(folder, file), headers=headers)
+        except Refusal as error:
+            if not (optional and 'status 404' in str(error)):
+                raise Refusal(f'{error} A gated model needs its terms accepted and HF_TOKEN.') from None
+
+    get('config.json')
+    get('model.safetensors.index.json', optional=True)
+    for file in shards(folder):
+        get(file)
+    get('tokenizer.json', optional=True)
+    return folder
+
+
+def meta(folder):
+    """Meta's folder: consolidated.00.pth and params.json."""
+    params, path = read_json(folder, 'params.json'), os.path.join(folder, 'consolidated.00.pth')
+    known = {'dim', 'n_layers', 'n_heads', 'n_kv_heads', 'vocab_size', 'multiple_of', 'ffn_dim_multiplier', 'norm_eps',
+             'rope_theta', 'use_scaled_rope', 'max_seq_len'}
+    for field in params.keys() - known:
+        raise unsupported(field, params[field], [None])
+    for field in {'dim', 'n_layers', 'n_heads', 'norm_eps'} - params.keys():
+        raise Refusal(f'params.json has no {field}.')
+    if params.get('use_scaled_rope'):
+        raise Refusal('use_scaled_rope is True, but params.json has no factor: take the Hugging Face folder.')
+    if not os.path.exists(path) or os.path.exists(os.path.join(folder, 'consolidated.01.pth')):
+        raise Refusal(f'{folder} holds no model in one file consolidated.00.pth; those in parts are not supported.')
+    tensors = in_memory(read_torch(path))
+    if not {'tok_embeddings.weight', 'layers.0.feed_forward.w1.weight'} <= tensors.keys():
+        raise Refusal(f'{path} is no Llama: tok_embeddings.weight or layers.0.feed_forward.w1.weight is missing.')
+    cfg = build(Config, dict(  # positions are never learned, so a block_size that Meta doesn't state is a choice
+        n_layer=params['n_layers'], n_embd=params['dim'], n_head=params['n_heads'], norm_eps=params['norm_eps'],
+        n_kv_head=params.get('n_kv_heads') or 0, d_ff=tensors['layers.0.feed_forward.w1.weight'][0][0],
+        vocab_size=tensors['tok_embeddings.weight'][0][0], block_size=params.get('max_seq_len', 4096),
+        rope_base=params.get('rope_theta', 10000.0)))
+    return cfg, META, 'pairs', tensors, meta_tokenizer(os.path.join(folder, 'tokenizer.model'), cfg.vocab_size)
+
+
+def llama2c(path):
+    """llama2.c's first .bin: seven int32, then fp32 tensors in an order of its own, each for all layers at once."""
+    dim, hidden, L, H, K, V, T = np.fromfile(path, '<i4', 7).tolist() if os.path.getsize(path) > 28 else [0] * 7
+    cfg = build(Config, dict(n_embd=dim, d_ff=hidden, n_layer=L, n_head=H, n_kv_head=K, vocab_size=abs(V), block_size=T,
+                             tie=V > 0))
+    tensors, start, kv_dim = {}, 28, K * cfg.head_dim
+    for name, *shape in (
+            ('tok_embeddings', abs(V), dim), ('layers.{}.attention_norm', dim), ('layers.{}.attention.wq', dim, dim),
+            ('layers.{}.attention.wk', kv_dim, dim), ('layers.{}.attention.wv', kv_dim, dim),
+            ('layers.{}.attention.wo', dim, dim), ('layers.{}.ffn_norm', dim),
+            ('layers.{}.feed_forward.w1', hidden, dim), ('layers.{}.feed_forward.w2', dim, hidden),
+            ('layers.{}.feed_forward.w3', hidden, dim), ('norm', dim), ('rope', T, cfg.head_dim),
+            ('output', abs(V), dim))[:12 if V > 0 else 13]:
+        for layer in range(L if '{}' in name else 1):
+            tensors[name.format(layer) + '.weight'] = on_disk(path, start, torch.float32, shape)
+            start += 4 * math.prod(shape)
+    del tensors['rope.weight']  # tables of cos and sin
+    if start != os.path.getsize(path):
+        raise Refusal(f'{path} is cut short or not of llama2.c\'s first format: its header asks for {start} bytes.')
+    why = "llama2.c's tokenizer is a file of its own, which tiktoken can't express"
+    return cfg, META, 'pairs', tensors, {'kind': 'ids', 'vocab_size': cfg.vocab_size, 'why': why, 'bos': 1}
+
+
+def nanogpt(path):
+    """nanoGPT's ckpt.pt: its fields have our names, its GELU is the exact one."""
+    checkpoint, tokenizer = read_torch(path), {'kind': 'tiktoken', 'name': 'gpt2'}
+    if 'model_args' not in checkpoint:
+        raise Refusal(f'{path} is no checkpoint of nanoGPT: it has no model_args.')
+    args = {**FAMILIES['gpt2'], 'mlp': 'gelu', **checkpoint['model_args']}
+    if args['vocab_size'] == 50304:
+        args.update(vocab_size=50257, vocab_multiple=64)
+    if args['vocab_size'] != 50257:
+        why = 'nanoGPT keeps its characters beside the data, not in the checkpoint'
+        tokenizer = {'kind': 'ids', 'vocab_size': args['vocab_size'], 'why': why}
+    state = {name.removeprefix('_orig_mod.'): tensor for name, tensor in checkpoint['model'].items()}
+    return build(Config, args), GPT2, '', in_memory(state), tokenizer
+
+
+GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+                r'\s*[\r\n]+|\s+(?!\S)|\s+')
+
+
+def bpe(words, pattern, special, eot, **more):
+    ranks = ''.join(f'{base64.b64encode(word).decode()} {i}\n' for word, i in sorted(words.items(), key=lambda w: w[1]))
+    return {'kind': 'bpe', 'ranks': ranks, 'pattern': pattern, 'special': special, 'eot': eot, **more}
+
+
+def meta_tokenizer(path, vocab_size):
+    """Llama 3's tokenizer.model is tiktoken's text and its special tokens follow; before, it was SentencePiece's."""
+    try:
+        with open(path, encoding='ascii') as file:
+            words = {base64.b64decode(word): int(i) for word, i in map(str.split, file)}
+    except (OSError, ValueError):
+        why = "its tokenizer.model is missing, or SentencePiece's, which tiktoken can't express"
+        return {'kind': 'ids', 'vocab_size': vocab_size, 'why': why, 'bos': 1}
+    reserved = [f'reserved_special_token_{i}' for i in range(251)]
+    special = ['begin_of_text', 'end_of_text', *reserved[:4], 'start_header_id', 'end_header_id', reserved[4], 'eot_id',
+               *reserved[5:]]
+    special = {f'<|{name}|>': len(words) + i for i, name in enumerate(special)}
+    return bpe(words, LLAMA3_SPLIT, special, special['<|end_of_text|>'], bos=special['<|begin_of_text|>'])
+
+
+def hugging_face_tokenizer(folder, config):
+    """A tokenizer.json that is byte-level BPE as tiktoken does it, 'nfc' if its text must be normalized first; of
+    others, ids and why."""
+    file = read_json(folder, 'tokenizer.json')
+    model, added = file.get('model', {}), {token['content']: token['id'] for token in file.get('added_tokens', ())}
+    split, ending, more = file.get('pre_tokenizer') or {}, file.get('post_processor') or {}, {}
+    for step in ending.get('processors', [ending]):
+        match step:
+            case {'type': 'TemplateProcessing', 'single': [{'SpecialToken': {'id': word}}, *_]}:
+                more['bos'] = step['special_tokens'][word]['ids'][0]
+    match split.get('pretokenizers', [split]):
+        case [{'type': 'ByteLevel', 'add_prefix_space': False, **level}] if level.get('use_regex', True):
+            pattern = GPT2_SPLIT
+        case [{'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False},
+              {'type': 'ByteLevel', 'add_prefix_space': False, 'use_regex': False}]:
+            pass
+        case _:
+            pattern = None
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves; others follow 255
+    letters = {chr(i): i for i in plain} | {chr(256 + n): i for n, i in enumerate(sorted({*range(256)} - {*plain}))}
+    try:
+        words = {bytes(letters[c] for c in word): i for word, i in model['vocab'].items() if word not in added}
+        merged = [model['vocab'][''.join(m) if isinstance(m, list) else m.replace(' ', '')] for m in model['merges']]
+        fits = pattern and merged == sorted(merged) and {bytes([i]) for i in range(256)} <= words.keys()
+    except (KeyError, TypeError, AttributeError):
+        fits = False
+    nfc = (file.get('normalizer') or {}).get('type')
+    if not fits or nfc not in (None, 'NFC'):
+        why = 'its tokenizer.json is missing, or not the byte-level BPE that tiktoken can express'
+        return {'kind': 'ids', 'vocab_size': config['vocab_size'], 'why': why, **more}
+    eot = config.get('eos_token_id')
+    return bpe(words, pattern, added, eot[0] if isinstance(eot, list) else eot, nfc=bool(nfc), **more)
+
+
+# ---- Weights in and out ---------------------------------------------------------------------------------------------
+
+
+def weights(src, out, dtype=''):
+    """python prepare.py weights SRC --out=DIR: published weights to DIR/ckpt.pt
+
+    SRC: a folder with config.json and *.safetensors, or with Meta's consolidated.00.pth and params.json; a .bin of
+    llama2.c; a ckpt.pt of nanoGPT; or the name of a model on the Hugging Face hub (HF_TOKEN for gated ones)."""
+    if dtype and dtype not in DTYPES:
+        raise Refusal(f'Unknown dtype {dtype}{nearest(dtype, DTYPES)}', code=2)
+    if os.path.exists(os.path.join(src, 'config.json')):
+        source = hugging_face(src)
+    elif os.path.exists(os.path.join(src, 'params.json')):
+        source = meta(src)
+    elif os.path.isfile(src):
+        source = llama2c(src) if src.endswith('.bin') else nanogpt(src)
+    elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', src) and not os.path.exists(src):
+        source = hugging_face(hub(src))
+    else:
+        raise Refusal(f'{src} must be a folder with config.json or params.json, a .bin or .pt file, or the name of a '
+                      'model on the Hugging Face hub.')
+    cfg, *published_as, tokenizer = source
+    state, path = convert(cfg, *published_as, dtype), os.path.join(out, 'ckpt.pt')
+    save_checkpoint(path, {'config': asdict(cfg), 'model': state, 'tokenizer': tokenizer})
+    print(f'{path}: {sum(t.numel() for t in state.values()):,} parameters, {state["embed.weight"].dtype}')
+
+
+def export(src, to):
+    """python prepare.py export SRC --to=DIR: a checkpoint to a folder for transformers, vLLM, llama.cpp
+
+    SRC: a checkpoint, or a folder with one. Rows that only pad the vocabulary stay behind."""
+    checkpoint = load_checkpoint(src)
+    cfg, tokenizer = build(Config, {**checkpoint['config'], 'vocab_multiple': 1}), checkpoint.get('tokenizer') or {}
+    config, dtype = counterpart(cfg), checkpoint['model']['embed.weight'].dtype
+    names, form = ARCHITECTURES[config['architectures'][0]][2:4]
+    plan, header, end = list(stack(cfg, names, form)), {'__metadata__': {'format': 'pt'}}, 0
+    for name, shape in (part for _, _, theirs, _, _ in plan for part in theirs):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        kind = next(kind for kind in STORED if STORED[kind] == dtype)
+        header[name] = {'dtype': kind, 'shape': shape, 'data_offsets': [start, end]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)  # data begins at a multiple of 8
+    with write_atomically(os.path.join(to, 'model.safetensors')) as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for name, shape, theirs, turned, order in plan:
+            whole = checkpoint['model'][name][:shape[0]].to(dtype).view(-1, *shape[1:][-1:])
+            whole = whole if order is None else whole[order.argsort()]
+            for part in whole.split([size[-1 if turned else 0] for _, size in theirs]):
+                file.write((part.T if turned else part).contiguous().view(-1).view(torch.uint8).numpy())
+    kind = str(dtype).removeprefix('torch.')
+    config.update(torch_dtype=kind, dtype=kind, pad_token_id=None, bos_token_id=tokenizer.get('bos'),
+                  eos_token_id=tokenizer.get('eot'))
+    with write_atomically(os.path.join(to, 'config.json')) as file:
+        file.write(json.dumps(config, indent=1).encode())
+    print(f'{to}: {config["architectures"][0]} for transformers; a tokenizer is not written')
+
+
+@dataclass
+class WeightsOptions:
+    out: str = ''    # folder for ckpt.pt; must be given
+    dtype: str = ''  # store bf16, fp16 or fp32; default: bf16 or fp16 where all published tensors are, else fp32
+
+
+@dataclass
+class ExportOptions:
+    to: str = ''  # folder for config.json and model.safetensors; must be given
+
+
+def cross(command, options, argv):
+    values, about = command_line(argv, command.__doc__, options, words=1), command.__doc__.partition(':')[0]
+    src = values.pop('words')
+    if not src or not any(values.get(word) for word in ('out', 'to')):
+        raise Refusal(f'Say what, and where to: {about}', code=2)
+    command(*src, **values)
+
+
 # ---- The command ----------------------------------------------------------------------------------------------------
 
 
@@ -587,8 +1133,7 @@ class Options:
 
 
 DATA_SETS = {'tinyshakespeare': prepare_shakespeare, 'stdlib': prepare_stdlib, 'openwebtext': prepare_openwebtext}
-PUBLISHED = {}
-COMMANDS = {}  # first word -> function of the words after it
+COMMANDS = {'weights': partial(cross, weights, WeightsOptions), 'export': partial(cross, export, ExportOptions)}
 
 
 def main(argv):
@@ -597,7 +1142,7 @@ def main(argv):
     values = command_line(argv, __doc__, Options, words=1)
     name = (values.pop('words') or ['tinyshakespeare'])[0]
     wishes = {'tokenizer_name' if key == 'tokenizer' else key: value for key, value in values.items()}
-    prepare = DATA_SETS.get(name) or functools.partial(prepare_text, name)
+    prepare = DATA_SETS.get(name) or partial(prepare_text, name)
     if not_for_it := wishes.keys() - inspect.signature(prepare).parameters.keys():
         raise Refusal(f'--{min(not_for_it)} is not for {name}.', code=2)
     return prepare(**wishes)

@@ -3,6 +3,7 @@
 References are independent: loops in float64 written here, transformers, or published trained weights. Weights in
 equality tests are large (std 0.2), so that a wrong position or a wrong head shows."""
 import ast
+import base64
 import dataclasses
 import hashlib
 import importlib.util
@@ -13,19 +14,23 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
 import threading
 import time
 from dataclasses import asdict, fields
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import glassllm
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 import model as model_file
 import prepare
@@ -33,6 +38,7 @@ import sample
 import train
 from model import (
     FAMILIES,
+    Block,
     Config,
     KVCache,
     PagedKVCache,
@@ -43,8 +49,12 @@ from model import (
     matmul_params,
     pick,
 )
-from prepare import Refusal
+from prepare import Refusal, load_model, tokenizer
 
+os.environ['HF_HUB_OFFLINE'] = '1'
+import transformers  # noqa: E402
+
+torch.set_num_threads(1)  # these models are so small that threads only wait for each other
 HERE = os.path.dirname(os.path.abspath(__file__))
 CAUSAL = [name for name in FAMILIES if name != 'encoder']
 
@@ -78,7 +88,7 @@ def test_the_files_stay_within_their_ceilings():
     lines = source.splitlines()
     first_sitting = next(i for i, line in enumerate(lines) if 'Parts that replace a part' in line)
     assert len(lines) <= 700 and first_sitting <= 340
-    for file, ceiling in dict(prepare=600, train=480, sample=160, bench=600).items():
+    for file, ceiling in dict(prepare=1160, train=570, sample=160).items():
         assert len(open(os.path.join(HERE, f'{file}.py')).read().splitlines()) <= ceiling, file
     assert all(len(line) <= 120 for line in lines)
     assert len(fields(Config)) <= 44
@@ -1053,6 +1063,402 @@ def test_the_command_works_from_another_folder(tmp_path):
     done = subprocess.run([sys.executable, os.path.join(HERE, 'prepare.py'), 'mine.txt', '--docs=4'],
                           cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count('\n') == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare.py: published weights
+
+T = 32
+SHAPE = dict(vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=T, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+GPT = dict(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=T, bos_token_id=None, eos_token_id=None)
+LATENT = dict(SHAPE, num_key_value_heads=4, first_k_dense_replace=1, kv_lora_rank=24, q_lora_rank=None, v_head_dim=10,
+              qk_nope_head_dim=12, qk_rope_head_dim=8, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+              moe_intermediate_size=28, routed_scaling_factor=1.5, norm_topk_prob=False, topk_method='greedy')
+YARN = dict(rope_type='yarn', rope_theta=1e4, factor=40.0, original_max_position_embeddings=8, beta_fast=2, beta_slow=1,
+            mscale=0.707, mscale_all_dim=0.707)
+LLAMA3 = dict(rope_type='llama3', rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+TWINS = {  # a model of transformers for each family and each way in which it is published
+    'gpt2': ('GPT2LMHeadModel', GPT),
+    'gpt2, untied, narrow MLP': ('GPT2LMHeadModel', dict(GPT, tie_word_embeddings=False, n_inner=72)),
+    'gpt1': ('OpenAIGPTLMHeadModel', GPT),
+    'llama': ('LlamaForCausalLM', dict(SHAPE, num_key_value_heads=4, rms_norm_eps=1e-5)),
+    'llama, wide heads, tied': ('LlamaForCausalLM', dict(SHAPE, head_dim=24, tie_word_embeddings=True)),
+    'llama, linear rope': ('LlamaForCausalLM', dict(SHAPE, rope_parameters=dict(rope_type='linear', rope_theta=1e4,
+                                                                                factor=2.0))),
+    'llama, yarn': ('LlamaForCausalLM', dict(SHAPE, rope_parameters={
+        k: v for k, v in YARN.items() if 'mscale' not in k})),
+    'llama3.1': ('LlamaForCausalLM', dict(SHAPE, rope_parameters=LLAMA3)),
+    'mistral': ('MistralForCausalLM', dict(SHAPE, sliding_window=5)),
+    'mixtral': ('MixtralForCausalLM', dict(SHAPE, num_local_experts=3, num_experts_per_tok=2)),
+    'qwen2': ('Qwen2ForCausalLM', dict(SHAPE, rope_parameters=dict(rope_type='default', rope_theta=1e6))),
+    'qwen3': ('Qwen3ForCausalLM', dict(SHAPE, head_dim=32)),
+    'deepseek': ('DeepseekV2ForCausalLM', dict(LATENT, rope_parameters=YARN)),
+    'deepseek, compressed queries': ('DeepseekV2ForCausalLM', dict(LATENT, q_lora_rank=20)),
+    'deepseek, uneven yarn': ('DeepseekV2ForCausalLM', dict(LATENT, rope_parameters=dict(YARN, mscale=1.0))),
+    'palm': ('CohereForCausalLM', dict(SHAPE, num_key_value_heads=1, logit_scale=1.0))}
+
+
+def twin_of(name, folder, **save):
+    """A random model of transformers, with weights large enough to show every error, and its folder."""
+    architecture, config = TWINS[name]
+    model_class = getattr(transformers, architecture)
+    model = enlarge(model_class(model_class.config_class(**config)).eval())
+    model.save_pretrained(folder, **save)
+    return model
+
+
+@torch.no_grad()
+def enlarge(model):
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.2).add_(1.0 if parameter.dim() == 1 else 0.0)
+    return model
+
+
+def logits_of(model, idx):
+    with torch.no_grad():
+        return model(idx).logits if hasattr(model, 'config') else model(idx, all_logits=True)[0]
+
+
+def agree(ours, theirs, tolerance=1e-4):
+    return (ours - theirs).abs().max() < tolerance * theirs.abs().max()
+
+
+def imported(source, out, **more):
+    prepare.weights(str(source), str(out), **more)
+    return load_model(str(out), 'cpu', 'fp32')[0]
+
+
+@pytest.mark.parametrize('name', TWINS)
+def test_published_weights_compute_and_generate_what_transformers_does_and_go_back_unchanged(name, tmp_path):
+    theirs, idx = twin_of(name, tmp_path / 'hf'), torch.randint(97, (2, T), generator=torch.manual_seed(2))
+    ours, expected = imported(tmp_path / 'hf', tmp_path / 'out'), logits_of(theirs, idx)
+    assert agree(logits_of(ours, idx), expected)
+    prompt = idx[:, :4]
+    greedy = torch.stack(list(generate(ours, prompt, T - 4, temperature=0)), dim=1)
+    reference = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=T - 4, do_sample=False)
+    assert greedy.tolist() == reference[:, 4:].tolist()
+    prepare.export(str(tmp_path / 'out'), str(tmp_path / 'back'))
+    back, report = type(theirs).from_pretrained(tmp_path / 'back', output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(logits_of(back.eval(), idx), expected)
+
+
+def test_a_model_of_our_own_with_a_padded_vocabulary_is_exported_without_the_padding(tmp_path):
+    torch.manual_seed(0)
+    model = Transformer(Config(**{**FAMILIES['llama3'], 'vocab_size': 97, 'vocab_multiple': 64, 'block_size': T,
+                                  'n_head': 4, 'n_embd': 32, 'n_layer': 2})).eval()
+    torch.save({'config': asdict(model.cfg), 'model': model.state_dict()}, tmp_path / 'ckpt.pt')
+    prepare.export(str(tmp_path), str(tmp_path / 'hf'))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf').eval()
+    idx = torch.arange(T)[None]
+    assert theirs.get_input_embeddings().weight.shape[0] == 97
+    assert agree(logits_of(model, idx), logits_of(theirs, idx))
+
+
+def test_sharded_files_and_the_old_words_for_rope_are_read(tmp_path):
+    theirs = twin_of('llama3.1', tmp_path, max_shard_size='60KB')
+    assert len(list(tmp_path.glob('*.safetensors'))) > 2
+    config = json.loads((tmp_path / 'config.json').read_text())
+    scaling = config.pop('rope_parameters')
+    config.update(rope_theta=scaling.pop('rope_theta'), rope_scaling={'type': scaling.pop('rope_type'), **scaling})
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    idx = torch.arange(T)[None]
+    assert agree(logits_of(imported(tmp_path, tmp_path / 'out'), idx), logits_of(theirs, idx))
+
+
+def test_bf16_stays_bf16_and_can_be_asked_for(tmp_path):
+    model = twin_of('llama', tmp_path / 'fp32')
+    model.bfloat16().save_pretrained(tmp_path / 'bf16')
+    for source, wish, stored in (('fp32', '', torch.float32), ('bf16', '', torch.bfloat16),
+                                 ('fp32', 'bf16', torch.bfloat16), ('bf16', 'fp32', torch.float32)):
+        prepare.weights(str(tmp_path / source), str(tmp_path / 'out'), wish)
+        state = torch.load(tmp_path / 'out' / 'ckpt.pt')['model']
+        assert {tensor.dtype for tensor in state.values()} == {stored}
+        assert torch.equal(state['embed.weight'].bfloat16(), model.model.embed_tokens.weight)
+
+
+REFUSED = [  # of an architecture, a field that would change the result, its value
+    ('llama', 'hidden_act', 'gelu'), ('llama', 'attention_bias', True), ('llama', 'mlp_bias', True),
+    ('llama', 'quantization_config', {'bits': 4}), ('llama', 'partial_rotary_factor', 0.5),
+    ('llama', 'rope_parameters', {'rope_type': 'dynamic', 'rope_theta': 1e4, 'factor': 2.0}),
+    ('llama', 'rope_parameters', {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0, 'attention_factor': 1.5}),
+    ('llama', 'architectures', ['GemmaForCausalLM']), ('qwen2', 'use_sliding_window', True),
+    ('qwen3', 'layer_types', ['sliding_attention'] * 3), ('deepseek', 'topk_method', 'group_limited_greedy'),
+    ('deepseek', 'n_group', 8), ('deepseek', 'scoring_func', 'sigmoid'), ('deepseek', 'norm_topk_prob', True),
+    ('deepseek', 'rms_norm_eps', 1e-5), ('palm', 'logit_scale', 0.0625), ('palm', 'use_qk_norm', True),
+    ('gpt2', 'activation_function', 'relu'), ('gpt2', 'scale_attn_by_inverse_layer_idx', True),
+    ('gpt2', 'reorder_and_upcast_attn', True), ('gpt1', 'afn', 'relu')]
+
+
+@pytest.mark.parametrize('name, field, value', REFUSED)
+def test_what_would_change_the_result_is_refused_by_its_name_and_value(name, field, value, tmp_path):
+    architecture, config = TWINS[name]
+    config = getattr(transformers, architecture).config_class(**config, architectures=[architecture]).to_dict()
+    prepare.from_hugging_face(config)
+    with pytest.raises(Refusal) as refusal:
+        prepare.from_hugging_face({**config, field: value})
+    if field == 'rope_parameters':
+        field, value = ('rope_type', 'dynamic') if len(value) == 3 else ('attention_factor', 1.5)
+    assert field in str(refusal.value) and str(value).strip("[]'") in str(refusal.value)
+
+
+@pytest.mark.parametrize('field', ['rms_norm_eps', 'num_attention_heads', 'num_experts_per_tok', 'sliding_window'])
+def test_a_field_that_config_json_lacks_is_refused_by_name(field):
+    architecture, config = TWINS['mixtral']
+    config = transformers.MixtralConfig(**config, architectures=[architecture]).to_dict()
+    with pytest.raises(Refusal, match=field):
+        prepare.from_hugging_face({name: value for name, value in config.items() if name != field})
+
+
+def test_a_tensor_that_is_missing_or_extra_or_misshapen_is_refused_by_name_and_nothing_is_written(tmp_path):
+    model, name = twin_of('llama', tmp_path), 'model.layers.1.mlp.up_proj.weight'
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    for change in ({name: None}, {'model.layers.1.mlp.up_proj.bias': torch.zeros(80)}, {name: torch.zeros(80, 63)}):
+        wrong = {n: t for n, t in {**state, **change}.items() if t is not None}
+        save_file(wrong, tmp_path / 'model.safetensors')
+        with pytest.raises(Refusal, match=next(iter(change))):
+            prepare.weights(str(tmp_path), str(tmp_path / 'out'))
+    whole = (tmp_path / 'model.safetensors').read_bytes()
+    for damaged in (whole[:-5], whole[:100], b'<html>', b''):
+        (tmp_path / 'model.safetensors').write_bytes(damaged)
+        with pytest.raises(Refusal, match='model.safetensors'):
+            prepare.weights(str(tmp_path), str(tmp_path / 'out'))
+    assert not os.path.exists(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('fields, named', [
+    (FAMILIES['encoder'], 'causal=False'), (dict(FAMILIES['llama'], bias=True), 'bias=True'),
+    (dict(FAMILIES['mistral'], qk_norm=True), 'qk_norm=True'), (dict(FAMILIES['gpt2'], bias=False), 'bias=False'),
+    (dict(FAMILIES['deepseek'], n_expert=0), 'kv_rank=64')])
+def test_a_model_without_a_counterpart_is_not_exported_but_told_why(fields, named):
+    with pytest.raises(Refusal, match=named):
+        prepare.counterpart(Config(**fields))
+
+
+@pytest.mark.parametrize('family', [name for name in FAMILIES if name != 'encoder'])
+def test_every_causal_family_has_a_counterpart(family):
+    assert prepare.counterpart(Config(**FAMILIES[family], n_head=4, n_embd=192))
+
+
+def test_a_width_that_no_layer_uses_does_not_matter():
+    config = prepare.counterpart(Config(**{**FAMILIES['mixtral'], 'd_expert': 96, 'dropout': 0.1}))
+    assert config['intermediate_size'] == 96
+
+
+VIT = dict(attn_norm='layernorm_before', mlp_norm='layernorm_after', q='attention.q_proj', k='attention.k_proj',
+           v='attention.v_proj', out='attention.o_proj', up='mlp.fc1', down='mlp.fc2')
+WHISPER = dict(attn_norm='self_attn_layer_norm', mlp_norm='final_layer_norm', q='self_attn.q_proj',
+               k='self_attn.k_proj', v='self_attn.v_proj', out='self_attn.out_proj', up='fc1', down='fc2')
+
+
+@pytest.mark.parametrize('layer_class', ['vit', 'whisper'])
+def test_an_encoder_block_is_the_layer_of_vit_and_of_whisper(layer_class):
+    torch.manual_seed(0)
+    block = Block(Config(**FAMILIES['encoder'], n_embd=64, n_head=4, n_layer=1), 0, lambda x, pos: x).eval()
+    names = VIT if layer_class == 'vit' else WHISPER
+    if layer_class == 'vit':
+        from transformers.models.vit.modeling_vit import ViTLayer
+        config = transformers.ViTConfig(hidden_size=64, num_attention_heads=4, intermediate_size=256,
+                                        layer_norm_eps=1e-5, attn_implementation='sdpa')
+        layer = ViTLayer(config).eval()
+    else:
+        from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
+        config = transformers.WhisperConfig(d_model=64, encoder_attention_heads=4, encoder_ffn_dim=256,
+                                            attn_implementation='sdpa')
+        layer = WhisperEncoderLayer(config).eval()
+    state, x = {n: torch.randn_like(p) * 0.2 for n, p in layer.state_dict().items()}, torch.randn(2, T, 64)
+    layer.load_state_dict(state)
+    ours = {}
+    for suffix in ('weight', 'bias'):
+        part = {role: layer.state_dict().get(f'{name}.{suffix}') for role, name in names.items()}
+        part['k'] = torch.zeros(64) if part['k'] is None else part['k']  # Whisper's keys have no bias
+        ours |= {f'attn_norm.{suffix}': part['attn_norm'], f'mlp_norm.{suffix}': part['mlp_norm'],
+                 f'attn.w_qkv.{suffix}': torch.cat([part['q'], part['k'], part['v']]),
+                 f'attn.w_out.{suffix}': part['out'], f'mlp.w_up.{suffix}': part['up'],
+                 f'mlp.w_down.{suffix}': part['down']}
+    block.load_state_dict(ours)
+    with torch.no_grad():
+        theirs = layer(x) if layer_class == 'vit' else layer(x, None)
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+        assert agree(block(x, torch.arange(T)[None], None, None), theirs, 1e-5)
+
+
+def glass(folder):
+    """The trained model in glassllm's wheel as Meta writes it: transposed, in the same interleaved pairs."""
+    model, words = glassllm.load_pretrained('en')
+    names = {'E': 'tok_embeddings', 'norm_f.gamma': 'norm', 'norm1.gamma': 'attention_norm', 'norm2.gamma': 'ffn_norm',
+             'W_Q': 'attention.wq', 'W_K': 'attention.wk', 'W_V': 'attention.wv', 'W_O': 'attention.wo',
+             'W1': 'feed_forward.w1', 'W2': 'feed_forward.w2', 'W3': 'feed_forward.w3'}
+    state = {}
+    for name, parameter in model.named_parameters().items():
+        layer, role = re.fullmatch(r'(?:blocks(\.\d+\.)(?:attn\.|ffn\.)?)?(.+)', name).groups()
+        data = torch.from_numpy(parameter.data.copy())
+        state[f'layers{layer or "."}{names[role]}.weight'.removeprefix('' if layer else 'layers.')] = (
+            data.T.contiguous() if 'W' in role else data)
+    state['output.weight'] = state['tok_embeddings.weight'].clone()
+    state['rope.freqs'] = torch.ones(16)
+    torch.save(state, folder / 'consolidated.00.pth')
+    cfg = model.cfg
+    (folder / 'params.json').write_text(json.dumps(dict(
+        dim=cfg.d_model, n_layers=cfg.n_layers, n_heads=cfg.n_heads, n_kv_heads=cfg.n_kv_heads, vocab_size=-1,
+        multiple_of=256, norm_eps=cfg.eps, max_seq_len=cfg.max_len)))
+    return model, words, state
+
+
+def test_a_trained_model_in_metas_format_writes_the_text_that_its_own_package_writes(tmp_path):
+    theirs, words, _ = glass(tmp_path)
+    ours = imported(tmp_path, tmp_path / 'out')
+    prompt = words.encode('Once upon a time')
+    expected = [step.token for step in theirs.generate(prompt, 100, greedy=True)]
+    greedy = [int(token) for token in generate(ours, torch.tensor([prompt]), 100, temperature=0)]
+    assert words.decode(greedy) == words.decode(expected) and len(set(greedy)) > 20
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_llama2c_s_file_gives_the_model_that_metas_file_gives(tied, tmp_path):
+    _, _, state = glass(tmp_path)
+    state['output.weight'] = state['output.weight'] if tied else state['output.weight'].flip(0)
+    torch.save(state, tmp_path / 'consolidated.00.pth')
+    order = ['tok_embeddings', 'attention_norm', 'attention.wq', 'attention.wk', 'attention.wv', 'attention.wo',
+             'ffn_norm', 'feed_forward.w1', 'feed_forward.w2', 'feed_forward.w3', 'norm']
+    with open(tmp_path / 'model.bin', 'wb') as file:
+        file.write(struct.pack('7i', 128, 341, 4, 4, 2, 1024 if tied else -1024, 128))
+        for name in order:
+            keys = [f'{name}.weight', *(f'layers.{i}.{name}.weight' for i in range(4))]
+            for key in [key for key in keys if key in state]:
+                file.write(state[key].float().numpy().tobytes())
+        file.write(bytes(4 * 128 * 32) + (b'' if tied else state['output.weight'].float().numpy().tobytes()))
+    params = json.loads((tmp_path / 'params.json').read_text())
+    (tmp_path / 'params.json').write_text(json.dumps({**params, 'norm_eps': 1e-5}))  # the only one that llama2.c has
+    meta, llama2c = imported(tmp_path, tmp_path / 'a'), imported(tmp_path / 'model.bin', tmp_path / 'b')
+    idx = torch.arange(128)[None] * 7
+    assert llama2c.cfg.tie == tied and torch.equal(logits_of(meta, idx), logits_of(llama2c, idx))
+    with open(tmp_path / 'model.bin', 'ab') as file:
+        file.write(b'more')
+    with pytest.raises(Refusal, match='model.bin'):
+        prepare.weights(str(tmp_path / 'model.bin'), str(tmp_path / 'c'))
+
+
+@pytest.mark.parametrize('field, value', [('use_scaled_rope', True), ('moe', {'num_experts': 8})])
+def test_metas_params_that_are_not_understood_are_refused(field, value, tmp_path):
+    glass(tmp_path)
+    params = json.loads((tmp_path / 'params.json').read_text())
+    (tmp_path / 'params.json').write_text(json.dumps({**params, field: value}))
+    with pytest.raises(Refusal, match=f'{field} is {value}'):
+        prepare.weights(str(tmp_path), str(tmp_path / 'out'))
+
+
+@pytest.mark.parametrize('vocab_size, kind', [(65, 'ids'), (50304, 'tiktoken')])
+def test_nanogpts_checkpoint_is_gpt2_with_the_exact_gelu(vocab_size, kind, tmp_path):
+    """The twin is transformers' GPT-2 told to use that GELU; a nanoGPT state dict is its, transposed and compiled."""
+    config = transformers.GPT2Config(**dict(GPT, vocab_size=vocab_size), activation_function='gelu')
+    theirs = enlarge(transformers.GPT2LMHeadModel(config).eval())
+    state = {f'_orig_mod.{name}': (p.mT if '.c_' in name and p.dim() == 2 else p).clone()
+             for name, p in theirs.state_dict().items()}
+    args = dict(n_layer=3, n_head=4, n_embd=64, block_size=T, bias=True, vocab_size=vocab_size, dropout=0.1)
+    state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, T, T)  # its mask
+    torch.save({'model': state, 'model_args': args, 'iter_num': 5, 'config': {}}, tmp_path / 'ckpt.pt')
+    ours, idx = imported(tmp_path / 'ckpt.pt', tmp_path / 'out'), torch.arange(T)[None]
+    checkpoint = torch.load(tmp_path / 'out' / 'ckpt.pt')
+    assert checkpoint['tokenizer']['kind'] == kind
+    assert agree(logits_of(ours, idx), logits_of(theirs, idx)[..., :ours.cfg.vocab_size], 1e-5)
+
+
+LLAMA3_LIKE = (r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+               r'\s*[\r\n]+|\s+(?!\S)|\s+')
+TEXT = "Once upon a time, there was a girl; she'd 12345 cats  and\n\n  naïve façades. \U0001f600 日本語\t"
+
+
+@pytest.mark.parametrize('split', [None, LLAMA3_LIKE])
+def test_a_byte_level_tokenizer_json_gives_the_same_ids_and_text(split, tmp_path):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+    theirs = Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if split is None else (
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), 'isolated'),
+                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
+    theirs.train_from_iterator([open(__file__).read(), TEXT], trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[]))
+    theirs.add_special_tokens(['<|end|>', '<|begin|>'])
+    begin = theirs.token_to_id('<|begin|>')
+    theirs.post_processor = processors.TemplateProcessing(single='<|begin|> $A', special_tokens=[('<|begin|>', begin)])
+    theirs.save(str(tmp_path / 'tokenizer.json'))
+    description = prepare.hugging_face_tokenizer(str(tmp_path), {'vocab_size': 702, 'eos_token_id': [700]})
+    ours, text = tokenizer(description), TEXT * 3 + open(prepare.__file__).read()
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.decode(ours.encode(text)).decode() == text
+    assert (description['bos'], ours.eot, ours.vocab_size) == (begin, 700, 702)
+
+
+def test_a_tokenizer_that_tiktoken_can_not_express_is_ids_and_a_reason(tmp_path):
+    from tokenizers import Tokenizer, models
+    for theirs in (Tokenizer(models.BPE()), Tokenizer(models.Unigram())):
+        theirs.save(str(tmp_path / 'tokenizer.json'))
+        description = prepare.hugging_face_tokenizer(str(tmp_path), {'vocab_size': 9})
+        assert description['kind'] == 'ids' and description['why']
+    assert prepare.hugging_face_tokenizer(str(tmp_path / 'none'), {'vocab_size': 9})['kind'] == 'ids'
+
+
+def test_llama3s_tokenizer_model_has_its_special_tokens_where_meta_has_them(tmp_path):
+    words = [*(bytes([i]) for i in range(256)), b'he']
+    (tmp_path / 'tokenizer.model').write_text(''.join(
+        f'{base64.b64encode(word).decode()} {i}\n' for i, word in enumerate(words)))
+    description = prepare.meta_tokenizer(str(tmp_path / 'tokenizer.model'), 513)
+    ours = tokenizer(description)
+    assert ours.encode('the') == [116, 256] and (description['bos'], ours.eot, ours.vocab_size) == (257, 258, 513)
+    assert description['special']['<|eot_id|>'] == 257 + 9 and description['special']['<|start_header_id|>'] == 257 + 6
+    (tmp_path / 'tokenizer.model').write_bytes(b'\n\x0e\n\x05<unk>\x15\xff')
+    assert prepare.meta_tokenizer(str(tmp_path / 'tokenizer.model'), 32000)['kind'] == 'ids'
+
+
+def test_a_name_is_downloaded_with_the_token_from_the_hub_or_its_mirror(tmp_path, monkeypatch):
+    twin_of('llama', tmp_path / 'org' / 'tiny' / 'resolve' / 'main', max_shard_size='60KB')
+    seen = []
+
+    class Hub(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers.get('Authorization')))
+            return super().do_GET() if seen[-1][1] == 'Bearer sesame' else self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(('127.0.0.1', 0), partial(Hub, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}')
+        monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+        with pytest.raises(Refusal, match='HF_TOKEN'):
+            prepare.weights('org/tiny', str(tmp_path / 'out'))
+        monkeypatch.setenv('HF_TOKEN', 'sesame')
+        prepare.weights('org/tiny', str(tmp_path / 'out'))
+        with pytest.raises(Refusal, match='404'):
+            prepare.weights('org/none', str(tmp_path / 'out2'))
+        server.shutdown()
+    state = torch.load(tmp_path / 'out' / 'ckpt.pt')['model']
+    prepare.weights(str(tmp_path / 'org' / 'tiny' / 'resolve' / 'main'), str(tmp_path / 'direct'))
+    direct = torch.load(tmp_path / 'direct' / 'ckpt.pt')['model']
+    assert state.keys() == direct.keys() and all(torch.equal(state[name], direct[name]) for name in state)
+
+
+def test_the_commands_say_in_one_sentence_what_they_miss(tmp_path):
+    for words in (['nothing/here/at/all', f'--out={tmp_path}/out'], [str(tmp_path), f'--out={tmp_path}/out'], []):
+        with pytest.raises(Refusal):
+            prepare.COMMANDS['weights'](words)
+    with pytest.raises(Refusal):
+        prepare.COMMANDS['export']([str(tmp_path), f'--to={tmp_path}/hf'])
+
+
+def test_counts_of_parameters_are_those_of_the_published_models():
+    counts = {'gpt2': 124_439_808, 'gpt2-xl': 1_557_611_200, 'llama2-7b': 6_738_415_616, 'llama3-8b': 8_030_261_248,
+              'mistral-7b': 7_241_732_096, 'qwen2-7b': 7_615_616_512, 'qwen3-8b': 8_190_735_360,
+              'mixtral-8x7b': 46_702_792_704, 'deepseek-v2-lite': 15_706_484_224, 'llama2-70b': 68_976_648_192,
+              'llama3-70b': 70_553_706_496, 'llama2-13b': 13_015_864_320}
+    with torch.device('meta'):
+        for name, count in counts.items():
+            model = Transformer(Config(**prepare.published(name)))
+            assert sum(p.numel() for p in model.parameters()) == count, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Settings:
 
 
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, vocab_multiple=64,
-                 data='openwebtext', batch_tokens=480 * 1024, micro_batch=32, eval_every=1000, save_every=1000)
+                 data='openwebtext', batch_tokens=480 * 1024, micro_batch=30, eval_every=1000, save_every=1000)
 RUNS = {
     # two CPU cores, about two and a half minutes
     'baby': dict(n_layer=4, n_head=4, n_embd=128, d_ff=352, block_size=64, qk_norm=True, zero_init=True, steps=1700,
@@ -430,7 +430,8 @@ def main(argv):
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    sys.exit(code)
+    if code:
+        sys.exit(code)
 
 
 def train(config, settings, state):
