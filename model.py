@@ -1,6 +1,4 @@
-"""A Transformer, embedding to head, in one file.
-
-Read it from top to bottom. The first sitting ends with the loss:
+"""A Transformer, embedding to head, in one file, to be read from top to bottom; a first sitting ends with the loss.
 
     Config        every size and every switch; FAMILIES says how GPT-2, Llama, Mistral, ... set them
     the path      norm -> rotary positions -> attention -> MLP -> block -> Transformer -> loss
@@ -9,21 +7,18 @@ Read it from top to bottom. The first sitting ends with the loss:
     arithmetic    FLOPs and cache bytes of a token
 
 Shape comments use these letters:
-
     B rows        T tokens in this call     S tokens visible, cached and new     V vocabulary
     C n_embd      H query heads             K key/value heads                    D head width
     F MLP width   E experts                 A experts a token visits             L layers
 """
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Config
 
 
 @dataclass
@@ -37,18 +32,18 @@ class Config:
     n_kv_head: int = 0           # key/value heads: n_head (0) is MHA, 1 is MQA, between them GQA
     n_embd: int = 384            # width of the residual stream
     head_dim: int = 0            # width of a head; 0: n_embd / n_head
-    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd rounded up to 128
+    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd up to the next 128
     norm: str = 'rms'            # rms (RMSNorm) or layer (LayerNorm)
     norm_eps: float = 1e-5       # added to the variance
     mlp: str = 'swiglu'          # swiglu, gelu (exact, by erf) or gelu_tanh (GPT-2's approximation)
     bias: bool = False           # biases in every linear layer and LayerNorm, the head and the router aside
     qkv_bias: bool = False       # biases in the query, key and value projection alone
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
-    wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; parallel: x + f(n) + g(n)
+    wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; parallel, with one norm
     tie: bool = False            # the head shares the embedding's matrix
     dropout: float = 0.0         # on the embedding and on what each part adds to the residual stream
     pos: str = 'rope'            # rope (rotary) or learned (a vector a position)
-    rope_base: float = 10000.0   # longest wavelength of the rotations, over 2 pi
+    rope_base: float = 10000.0   # about the longest wavelength of the rotations, over 2 pi
     rope_scaling: str = ''       # linear,factor | llama3,factor,low,high,length | yarn,factor,length,fast,slow,m,m_all
     window: int = 0              # keys a query sees, itself included; 0: all before it
     causal: bool = True          # false: an encoder, every token sees every token; no loss, no cache, no generation
@@ -77,32 +72,14 @@ class Config:
                 raise ValueError(f'{name} is {getattr(self, name)!r}, but must be one of {", ".join(known)}')
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f'n_embd {self.n_embd} is no multiple of n_head {self.n_head}: change one or set head_dim')
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        self.d_ff = self.d_ff or (-(-8 * self.n_embd // 384) * 128 if self.mlp == 'swiglu' else 4 * self.n_embd)
-        self.d_expert = self.d_expert or self.d_ff
-        self.v_dim = self.v_dim or self.head_dim
-        latent, rotated = self.kv_rank > 0, self.rope_dim if self.kv_rank else self.head_dim
-        for wrong, sentence in (
-                (self.n_head % self.n_kv_head, f'n_head {self.n_head} is no multiple of n_kv_head {self.n_kv_head}'),
-                (self.pos == 'rope' and rotated % 2, f'rope turns pairs, but {rotated} rotated dimensions are odd'),
-                (self.dropout >= 1, f'dropout is {self.dropout}, but must be below 1'),
-                (self.rope_base <= 1, f'rope_base is {self.rope_base}, but must be above 1'),
-                (self.window and not self.causal, f'window {self.window} needs causal=true'),
-                (self.rope_scaling and self.pos != 'rope', f'rope_scaling {self.rope_scaling} needs pos=rope'),
-                (0 < self.n_expert < self.n_active, f'n_active {self.n_active} is more than n_expert {self.n_expert}'),
-                (self.n_expert and (self.mlp != 'swiglu' or self.bias), 'experts need mlp=swiglu and bias=false'),
-                (self.n_dense > self.n_layer, f'n_dense {self.n_dense} is more than n_layer {self.n_layer}'),
-                (latent and not (0 < self.rope_dim < self.head_dim and self.v_dim <= self.head_dim),
-                 f'rope_dim {self.rope_dim} and v_dim {self.v_dim} must fit into head_dim {self.head_dim}'),
-                (latent and (self.pos != 'rope' or self.n_kv_head != self.n_head or self.bias or self.qkv_bias or
-                             self.qk_norm), 'latent attention needs pos=rope, n_kv_head=0, no biases, no qk_norm'),
-                (not latent and (self.rope_dim or self.q_rank or self.v_dim != self.head_dim),
-                 'rope_dim, q_rank and v_dim belong to latent attention: set kv_rank too')):
+        self.n_kv_head, self.head_dim = self.n_kv_head or self.n_head, self.head_dim or self.n_embd // self.n_head
+        self.d_ff = self.d_ff or (math.ceil(self.n_embd / 48) * 128 if self.mlp == 'swiglu' else 4 * self.n_embd)
+        self.d_expert, self.v_dim = self.d_expert or self.d_ff, self.v_dim or self.head_dim
+        self.vocab_rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple  # of embedding and head
+        for wrong, sentence in conflicts(self):
             if wrong:
                 raise ValueError(sentence)
         rope_frequencies(self)  # refuses a rope_scaling that it can't read
-        self.vocab_rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple  # of embedding and head
 
 
 FAMILIES = {  # what differs from the default; ranks, windows and experts in sizes that suit a small model
@@ -151,7 +128,7 @@ def rope_frequencies(cfg, device=None):
 
 class Rope(nn.Module):
     """Rotary positions (arXiv:2104.09864): pair i of a head, (x[i], x[i + D/2]), turns by position * frequency[i].
-    The tables follow the model's device but stay fp32 whatever it is cast to: bf16 can't tell 2047 from 2040."""
+    The tables follow the model's device but stay fp32 whatever it is cast to: bf16 can't tell 2045 from 2047."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -165,7 +142,10 @@ class Rope(nn.Module):
         self.register_buffer('sin', angle.sin() * factor, persistent=False)
 
     def _apply(self, fn, recurse=True):  # what .to(), .to_empty(), .half(), ... call
-        device = fn(torch.empty(0) if self.cos.is_meta else self.cos.new_empty(0)).device
+        try:  # to ask where fn would put the tables
+            device = fn(self.cos.new_empty(0)).device
+        except NotImplementedError:  # nothing can be copied from meta
+            device = fn(torch.empty(0)).device
         if device != self.cos.device:
             self.build(device)
         return self
@@ -202,7 +182,8 @@ class Attention(nn.Module):
         self.head_dim, H, K = cfg.head_dim, cfg.n_head, cfg.n_kv_head
         self.w_qkv = Fused(cfg.n_embd, [n * cfg.head_dim for n in (H, K, K)], cfg.bias or cfg.qkv_bias)
         self.w_out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.n_embd, bias=cfg.bias)
-        self.q_norm, self.k_norm = (Norm(cfg, cfg.head_dim, 'rms') if cfg.qk_norm else nn.Identity() for _ in 'qk')
+        self.q_norm = Norm(cfg, cfg.head_dim, 'rms') if cfg.qk_norm else nn.Identity()
+        self.k_norm = Norm(cfg, cfg.head_dim, 'rms') if cfg.qk_norm else nn.Identity()
 
     def forward(self, x, pos, mask, cache):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.w_qkv(x))  # (B, T, H, D), (B, T, K, D) twice
@@ -214,8 +195,7 @@ class Attention(nn.Module):
         return self.w_out(y.transpose(1, 2).flatten(2))              # (B, T, C)
 
 
-def swiglu(gate, up):
-    """arXiv:2002.05202."""
+def swiglu(gate, up):  # arXiv:2002.05202
     return F.silu(gate) * up
 
 
@@ -224,8 +204,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, width):
         super().__init__()
-        roles, self.act = {'swiglu': (2, swiglu), 'gelu': (1, F.gelu), 'gelu_tanh': (1, nn.GELU('tanh'))}[cfg.mlp]
-        self.w_up = Fused(cfg.n_embd, [width] * roles, cfg.bias)  # gate and up, or up alone
+        n_up, self.act = {'swiglu': (2, swiglu), 'gelu': (1, F.gelu), 'gelu_tanh': (1, nn.GELU('tanh'))}[cfg.mlp]
+        self.w_up = Fused(cfg.n_embd, [width] * n_up, cfg.bias)  # gate and up, or up alone
         self.w_down = nn.Linear(width, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x):
@@ -255,6 +235,17 @@ class Block(nn.Module):
         return x + self.drop(self.attn(n, pos, mask, cache) + self.mlp(n))
 
 
+@torch.no_grad()
+def init_weights(model):
+    """GPT-2's: normal(0, 0.02), 1/sqrt(2 L) of that in the two matrices of a block that write to the stream."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            writes = 'w_out' in name or 'w_down' in name
+            p.normal_(0, 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes else 0.02)
+        else:
+            p.fill_(0 if name.endswith('bias') else 1)
+
+
 class Transformer(nn.Module):
     """The whole model. `model(idx, targets)` is training, `model(idx, cache=cache)` is inference."""
     logits_at_once = 2 ** 26  # the loss of more logits than this (256 MiB in fp32) goes through chunks of tokens
@@ -268,20 +259,8 @@ class Transformer(nn.Module):
         rope = Rope(cfg) if cfg.pos == 'rope' else lambda x, pos: x
         self.blocks = nn.ModuleList(Block(cfg, layer, rope) for layer in range(cfg.n_layer))
         self.norm = nn.Identity() if cfg.wiring == 'post' else Norm(cfg, cfg.n_embd)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False)
-        if cfg.tie:
-            self.lm_head.weight = self.embed.weight
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self):
-        """GPT-2's: normal(0, 0.02), 1/sqrt(2 L) of that in the two matrices of a block that write to the stream."""
-        for name, p in self.named_parameters():
-            if p.dim() > 1:
-                writes = 'w_out' in name or 'w_down' in name
-                p.normal_(0, 0.02 / math.sqrt(2 * self.cfg.n_layer) if writes else 0.02)
-            else:
-                p.fill_(0 if name.endswith('bias') else 1)
+        self.lm_head = None if cfg.tie else nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False)
+        init_weights(self)
 
     def hidden(self, x, cache=None):
         """Ids (B, T), or embeddings (B, T, C), to the last block's normed output (B, T, C). A cache gains T tokens."""
@@ -290,10 +269,10 @@ class Transformer(nn.Module):
             raise ValueError(f'{T} tokens are more than block_size {self.cfg.block_size}')
         pos = torch.arange(T, device=x.device)[None] if cache is None else cache.extend(T)  # (1 or B, T)
         S = T if cache is None else cache.visible
-        mask = None  # CUDA's flash kernel takes none, so it is built only for cached tokens or a window
-        if S > T or self.cfg.window:
-            age = pos[:, None, :, None] - torch.arange(S, device=x.device)  # (1 or B, 1, T, S)
-            mask = (age >= 0) & (age < (self.cfg.window or S))
+        mask = None  # CUDA's flash kernel takes none, so it is built only where is_causal, which counts from slot 0, is
+        if S > T or self.cfg.window:  # not enough: with cached tokens or a window
+            query, key = pos[:, None, :, None], torch.arange(S, device=x.device)  # (1 or B, 1, T, 1), (S,)
+            mask = (key <= query) & (key > query - (self.cfg.window or S))        # (1 or B, 1, T, S)
         if not x.is_floating_point():
             x = self.embed(x)                                        # (B, T, C)
         if self.embed_pos is not None:
@@ -305,21 +284,20 @@ class Transformer(nn.Module):
 
     def head(self, x):
         """(..., C) to logits (..., V); the rows that only pad the vocabulary are cut off."""
-        return self.lm_head(x)[..., :self.cfg.vocab_size]
+        x = F.linear(x, self.embed.weight) if self.lm_head is None else self.lm_head(x)  # (..., rows of the embedding)
+        return x[..., :self.cfg.vocab_size]                          # (..., V)
 
     def nll(self, x, targets):
         """Negative log-likelihood, summed in fp32, of the targets (N,) after x (N, C)."""
         return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
 
     def loss(self, x, targets):
-        """Mean of nll over the targets that are not -1, 0 if all are. Logits that would be large never exist whole."""
+        """Mean of nll over the targets that are not -1; 0 without any. Logits that would be large never exist whole."""
         x, targets = x.flatten(0, 1), targets.flatten()              # (B * T, C), (B * T,)
         n = max(1, self.logits_at_once // self.cfg.vocab_size)
-        if len(x) <= n:
-            total = self.nll(x, targets)
-        else:  # each chunk's logits are made again in the backward pass
-            chunks = zip(x.split(n), targets.split(n))
-            total = sum(checkpoint(self.nll, *chunk, use_reentrant=False) for chunk in chunks)
+        # a chunk's logits are made again in the backward pass
+        nll = self.nll if len(x) <= n else partial(checkpoint, self.nll, use_reentrant=False)
+        total = sum(nll(*chunk) for chunk in zip(x.split(n), targets.split(n)))
         return total / (targets != -1).sum().clamp(min=1)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
@@ -332,8 +310,8 @@ class Transformer(nn.Module):
             raise ValueError('causal=false: each token sees its target, so there is no next-token loss')
         loss = self.loss(x, targets)
         if self.training and self.cfg.n_expert:
-            weight = (targets != -1).sum(1)                          # (B,), so that micro-batches add up exactly
-            balance = sum(block.mlp.balance for block in self.blocks[self.cfg.n_dense:])  # (B,)
+            weight = (targets != -1).sum(1)                          # (B,): rows count as their targets do in the loss
+            balance = sum(vars(block.mlp).pop('balance') for block in self.blocks[self.cfg.n_dense:])  # (B,)
             loss = loss + self.cfg.balance * (balance * weight).sum() / weight.sum().clamp(min=1)
         return None, loss
 
@@ -341,9 +319,9 @@ class Transformer(nn.Module):
 # Parts that replace a part
 
 
-def yarn_mscale(factor, m):
+def yarn_mscale(factor, mscale):
     """How much YaRN sharpens attention over `factor` times the trained length (arXiv:2309.00071, eq. 22)."""
-    return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+    return 0.1 * mscale * math.log(factor) + 1
 
 
 def scale_frequencies(cfg, freq):
@@ -352,26 +330,29 @@ def scale_frequencies(cfg, freq):
     width = 2 * len(freq)
     try:
         numbers = [float(n) for n in numbers]
+        if not all(0 <= n < math.inf for n in numbers) or numbers[0] < 1:
+            raise ValueError
         if kind == 'linear':       # positions squeezed into the trained length (arXiv:2306.15595)
             (factor,) = numbers
             return freq / factor, 1.0
         if kind == 'llama3':       # slow pairs squeezed, fast ones kept, a ramp between (Llama 3.1's reference code)
             factor, low, high, length = numbers
             turns = length * freq / (2 * math.pi)                        # (D/2,), of each pair over the trained length
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            keep = ((turns - low) * (1 / (high - low))).clamp(0, 1)
             return freq * (keep + (1 - keep) / factor), 1.0
-        if kind == 'yarn':         # the same, the ramp drawn over the pairs' numbers (arXiv:2309.00071)
-            factor, length, fast, slow, m, m_all = numbers
-            first, last = (width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_base))
-                           for turns in (fast, slow))                    # the pairs that turn so often
+        if kind == 'yarn':         # the same, the ramp drawn over the pairs' indices (arXiv:2309.00071)
+            factor, length, fast, slow, mscale, mscale_all_dim = numbers
+            first, last = (width * math.log(length / (2 * math.pi * times)) / (2 * math.log(cfg.rope_base))
+                           for times in (fast, slow))                    # which pair turns so many times
             first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
             pair = torch.arange(len(freq), device=freq.device)
             squeeze = ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
-            return freq * (1 - squeeze + squeeze / factor), yarn_mscale(factor, m) / yarn_mscale(factor, m_all)
-    except (ValueError, ZeroDivisionError):
+            sharpen = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+            return freq * (1 - squeeze + squeeze / factor), sharpen
+    except (ValueError, ZeroDivisionError, IndexError):
         pass
     raise ValueError(f'rope_scaling is {cfg.rope_scaling!r}, but must be linear,factor or '
-                     'llama3,factor,low,high,length or yarn,factor,length,fast,slow,m,m_all')
+                     'llama3,factor,low,high,length or yarn,factor,length,fast,slow,mscale,mscale_all_dim')
 
 
 class LatentAttention(nn.Module):
@@ -384,10 +365,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer, self.rope, self.causal = layer, rope, cfg.causal
         self.n_head, self.v_dim, self.rank = cfg.n_head, cfg.v_dim, cfg.kv_rank
-        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim         # N + R = D: plain and rotated dimensions
+        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim         # P + R = D: plain and rotated dimensions
         kind, *numbers = cfg.rope_scaling.split(',')
         sharpen = yarn_mscale(float(numbers[0]), float(numbers[-1])) if kind == 'yarn' else 1.0
-        self.scale = sharpen ** 2 / math.sqrt(cfg.head_dim)
+        self.scale = sharpen ** 2 / math.sqrt(cfg.head_dim)              # once for the query, once for the key
         self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False) if cfg.q_rank else nn.Identity()
         self.q_norm = Norm(cfg, cfg.q_rank, 'rms') if cfg.q_rank else nn.Identity()
         self.w_q = nn.Linear(cfg.q_rank or cfg.n_embd, cfg.n_head * cfg.head_dim, bias=False)
@@ -398,8 +379,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, pos, mask, cache):
         q = self.w_q(self.q_norm(self.w_q_latent(x))).unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
-        q, q_rope = q.split(self.q_split, dim=-1)                        # (B, T, H, N), (B, T, H, R)
-        q, q_rope = q.transpose(1, 2), self.rope(q_rope, pos).transpose(1, 2)  # (B, H, T, N), (B, H, T, R)
+        q, q_rope = q.split(self.q_split, dim=-1)                        # (B, T, H, P), (B, T, H, R)
+        q, q_rope = q.transpose(1, 2), self.rope(q_rope, pos).transpose(1, 2)  # (B, H, T, P), (B, H, T, R)
         latent, k_rope = self.w_kv_latent(x)                           # (B, T, rank), (B, T, R)
         latent = self.kv_norm(latent)[:, None]                           # (B, 1, T, rank)
         k_rope = self.rope(k_rope[:, :, None], pos).transpose(1, 2)      # (B, 1, T, R)
@@ -414,14 +395,14 @@ class LatentAttention(nn.Module):
         q = torch.cat((q, q_rope), dim=-1)                               # (B, H, T, D)
         k = torch.cat((k, k_rope.expand(-1, self.n_head, -1, -1)), dim=-1)  # (B, H, S, D)
         v = F.pad(v, (0, k.shape[-1] - self.v_dim))                      # (B, H, S, D): flash wants one width
-        return attend(q, k, v, mask, self.causal, self.scale)[..., :self.v_dim]
+        return attend(q, k, v, mask, self.causal, self.scale)[..., :self.v_dim]  # (B, H, T, v_dim)
 
     def absorbed(self, q, q_rope, latent, k_rope, mask):
         w_k, w_v = (w.unflatten(0, (self.n_head, -1)) for w in self.w_kv.weight.split(self.w_kv.roles))
-        q = torch.cat((q @ w_k, q_rope), dim=-1)                         # (B, H, T, rank + R)
+        q = torch.cat((q @ w_k, q_rope), dim=-1)                         # w_k (H, P, rank): (B, H, T, rank + R)
         k = torch.cat((latent, k_rope), dim=-1)                          # (B, 1, S, rank + R)
-        y = attend(q, k, k, mask, self.causal, self.scale)[..., :self.rank]  # (B, H, T, rank)
-        return y @ w_v.mT                                                # (B, H, T, v_dim)
+        y = attend(q, k, k, mask, self.causal, self.scale)[..., :self.rank]  # (B, H, T, rank): the keys are the values
+        return y @ w_v.mT                                                # w_v (H, v_dim, rank): (B, H, T, v_dim)
 
 
 class MixtureOfExperts(nn.Module):
@@ -442,7 +423,7 @@ class MixtureOfExperts(nn.Module):
         weight, chosen = probs.topk(self.n_active)                       # (B, T, A) twice
         if self.norm_topk:
             weight = weight / weight.sum(-1, keepdim=True)
-        if self.training:  # Switch Transformer's term (arXiv:2101.03961, eq. 4): 1 when all experts are used alike
+        if self.training:  # Switch Transformer's term (arXiv:2101.03961, eq. 4), a row: 1 when experts are used alike
             share = F.one_hot(chosen, probs.shape[-1]).float().mean((1, 2))  # (B, E): of the row's visits
             self.balance = (share * probs.mean(1)).sum(-1) * probs.shape[-1]  # (B,)
         y = self.visit(x.flatten(0, 1), chosen.flatten(), weight.flatten() * self.scale).view_as(x)  # (B, T, C)
@@ -466,22 +447,24 @@ class MixtureOfExperts(nn.Module):
 # Inference
 
 
-def cache_shape(cfg):
+def cache_shape(cfg, max_len=0):
     """What a token leaves in a layer: (heads, width) twice, of key and value or of latent and rotated key."""
     if not cfg.causal:
         raise ValueError('causal=false: an encoder sees all tokens at once, so it has no cache')
+    if max_len > cfg.block_size:
+        raise ValueError(f'a cache of {max_len} tokens is longer than block_size {cfg.block_size}')
     return ((1, cfg.kv_rank), (1, cfg.rope_dim)) if cfg.kv_rank else ((cfg.n_kv_head, cfg.head_dim),) * 2
 
 
 class KVCache:
-    """Keys and values of `batch` rows of up to max_len tokens, in four verbs: extend, update, truncate, repeat. Slot j
-    holds position j; all room is taken at once. `static` is for a compiled step: attention reads all T_max slots,
-    positions hide those not yet written, no shape changes from token to token, and nothing refuses a row too long."""
+    """Keys and values of `batch` rows of up to max_len (T_max) tokens, allocated at once; four verbs: extend, update,
+    truncate, repeat. Slot j holds position j. `static` is for a compiled step: attention reads all T_max slots and the
+    mask hides those not yet written, so no shape changes from token to token; a row too long is then not refused."""
 
     def __init__(self, cfg, batch, max_len, device=None, dtype=None, static=False):
         self.max_len, self.static = max_len, static
         self.k, self.v = (torch.zeros(cfg.n_layer, batch, heads, max_len, width, device=device, dtype=dtype)
-                          for heads, width in cache_shape(cfg))          # not empty: 0 * NaN is NaN, hidden or not
+                          for heads, width in cache_shape(cfg, max_len))  # not empty: 0 * NaN is NaN, hidden or not
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held by each row
         self.visible = 0                                                 # slots that attention reads: S
 
@@ -500,7 +483,7 @@ class KVCache:
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         for store, new in ((self.k[layer], k), (self.v[layer], v)):
             store[row, :, self.pos] = new.transpose(1, 2).to(store.dtype)   # (B, T, K, D)
-        return self.k[layer, :, :, :self.visible], self.v[layer, :, :, :self.visible]
+        return (store[layer, :, :, :self.visible].to(k.dtype) for store in (self.k, self.v))
 
     def truncate(self, length):
         """Forgets the tokens from position `length` on: an int, or one per row (B,)."""
@@ -526,26 +509,26 @@ class PagedKVCache:
         self.max_len, self.block = max_len, block
         n_blocks = n_blocks or batch * -(-max_len // block)
         self.k, self.v = (torch.zeros(cfg.n_layer, n_blocks, heads, block, width, device=device, dtype=dtype)
-                          for heads, width in cache_shape(cfg))
+                          for heads, width in cache_shape(cfg, max_len))
         self.free = list(range(n_blocks))
         self.tables = [[] for _ in range(batch)]                         # each row's blocks, in order of position
         self.lengths, self.visible = [0] * batch, 0
 
-    def reserve(self, lengths):
-        """Blocks for rows of these lengths, or a refusal that changes nothing."""
-        need = [-(-n // self.block) - len(table) for n, table in zip(lengths, self.tables)]
+    def reserve(self, lengths, tables):
+        """Blocks for rows of these lengths that have these tables so far, or a refusal that changes nothing."""
+        need = [-(-n // self.block) - len(table) for n, table in zip(lengths, tables)]
         if max(lengths) > self.max_len:
             raise ValueError(f'{max(lengths)} tokens are more than the {self.max_len} that this cache allows a row')
         if sum(need) > len(self.free):
             raise ValueError(f'the cache needs {sum(need)} more blocks of {self.block} tokens, but {len(self.free)} of '
                              f'{self.k.shape[1]} are free: give it more blocks, or fewer or shorter rows')
-        for n, table in zip(need, self.tables):
+        for n, table in zip(need, tables):
             table.extend(self.free.pop() for _ in range(n))
-        self.lengths, self.visible = lengths, max(lengths)
+        self.tables, self.lengths, self.visible = tables, lengths, max(lengths)
 
     def extend(self, T):
         start = self.lengths
-        self.reserve([n + T for n in start])
+        self.reserve([n + T for n in start], self.tables)
         device, width = self.k.device, max(map(len, self.tables))
         pos = torch.tensor(start, device=device)[:, None] + torch.arange(T, device=device)            # (B, T)
         self.table = torch.tensor([t + [0] * (width - len(t)) for t in self.tables], device=device)   # (B, blocks)
@@ -557,7 +540,7 @@ class PagedKVCache:
         for pool, new in ((self.k[layer], k), (self.v[layer], v)):
             pool[self.slot[0], :, self.slot[1]] = new.transpose(1, 2).to(pool.dtype)                  # (B, T, K, D)
             blocks = pool[self.table].transpose(1, 2)                                  # (B, K, blocks, block, D)
-            seen.append(blocks.flatten(2, 3)[:, :, :self.visible])                                    # (B, K, S, D)
+            seen.append(blocks.flatten(2, 3)[:, :, :self.visible].to(new.dtype))                      # (B, K, S, D)
         return seen
 
     def truncate(self, length):
@@ -569,10 +552,9 @@ class PagedKVCache:
         self.visible = max(self.lengths)
 
     def repeat(self, n):
-        old, lengths = self.tables, self.lengths
-        self.tables = [table if i == 0 else [] for table in old for i in range(n)]
-        self.reserve([length for length in lengths for _ in range(n)])
-        source = [b for table in old for _ in range(n) for b in table]
+        source = [b for table in self.tables for _ in range(n) for b in table]
+        tables = [table if i == 0 else [] for table in self.tables for i in range(n)]
+        self.reserve([length for length in self.lengths for _ in range(n)], tables)
         target = [b for table in self.tables for b in table]
         self.k[:, target], self.v[:, target] = self.k[:, source], self.v[:, source]
 
@@ -591,7 +573,7 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     if temperature > 0:
         if 0 < top_k < logits.shape[-1] or top_p < 1:
             values, ids = values.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # (B, k), falling
-        probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # fp32 has no smaller divisor
+        probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # a floor that fp32 can divide by
         if top_p < 1:
             before = probs.cumsum(-1) - probs
             probs = probs.where((before < top_p) | (before == 0), 0)
@@ -603,28 +585,26 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
 
 def prefill(model, rows, cache):
     """Reads the rows, lists of ids, into an empty cache as one batch; returns the logits after each, (B, V). Rows are
-    padded on the right, where no token of theirs can see; truncate then forgets the padding."""
-    device = model.embed.weight.device
-    lengths = torch.tensor([len(row) for row in rows], device=device)
+    padded on the right, where their tokens can't see; truncate forgets the padding. A paged cache needs room for it."""
+    lengths = torch.tensor([len(row) for row in rows], device=model.embed.weight.device)
     idx = nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)  # (B, T)
-    x = model.hidden(idx.to(device), cache)                              # (B, T, C)
+    x = model.hidden(idx.to(lengths.device), cache)                      # (B, T, C)
     cache.truncate(lengths)
-    return model.head(x[torch.arange(len(rows), device=device), lengths - 1])
+    return model.head(x[torch.arange(len(rows), device=x.device), lengths - 1])  # (B, V)
 
 
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, repeat=1, stop=None, cache=None,
              step=None):
     """Yields one (B,) tensor of ids a step, max_new_tokens times, or until every row has stopped.
-
     idx: prompts, (B, T) or a list of 1-D tensors; each is prefilled once and sampled `repeat` times, neighbours of each
-    other. Sample j of a prompt draws from `seed` + j whatever else is in the batch, so a row is what it would be alone.
+    other. Sample j of a prompt draws by (seed, j) whatever else is in the batch, so a row is what it would be alone.
     stop(row, id) -> True ends a row; from then on it yields -1 and holds no cache.
-    cache: an empty one for the prompts, contiguous by default. step: a compiled model for the steps after the prefill.
+    cache: of as many rows as prompts, emptied first; contiguous by default. step: a compiled model.
     A row that outgrows the cache's max_len goes on from the newest half of what it held; all rows are then prefilled
     again together. Raises ValueError for impossible arguments and FloatingPointError for logits that are not finite."""
-    cfg, device, rows = model.cfg, model.embed.weight.device, [row.tolist() for row in idx]
-    step = model if step is None else step
+    cfg, device, step = model.cfg, model.embed.weight.device, model if step is None else step
+    rows = [row.tolist() for row in idx]
     for wrong, sentence in (
             (not cfg.causal, 'causal=false: an encoder does not generate'),
             (not rows or not all(rows), 'a prompt is empty: give it at least one token'),
@@ -639,22 +619,21 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     if cache is None:
         cache = KVCache(cfg, len(rows), min(cfg.block_size, max(map(len, rows)) + max_new_tokens), device,
                         model.embed.weight.dtype)
-    room = cache.max_len
-    noise = torch.stack([torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed + j))
+    cache.truncate(0)
+    noise = torch.stack([torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(2 ** 20 * seed + j))
                          for j in range(repeat)]).repeat(len(rows), 1).to(device)      # (B, max_new_tokens)
-    logits = prefill(model, [row[-room:] for row in rows], cache)        # (prompts, V)
+    logits = prefill(model, [row[-cache.max_len:] for row in rows], cache)  # (prompts, V)
     if repeat > 1:
         cache.repeat(repeat)
         logits = logits.repeat_interleave(repeat, dim=0)                 # (B, V)
-    rows = [row[-room:] for row in rows for _ in range(repeat)]          # what each row's next token can depend on
+    rows = [row[-cache.max_len:] for row in rows for _ in range(repeat)]    # what the next token can depend on
     alive = [True] * len(rows)
     for n in range(max_new_tokens):
         token = pick(logits, noise[:, n], temperature, top_k, top_p)     # (B,)
         ids = token.tolist()
         if any(i < 0 for i, on in zip(ids, alive) if on):
             raise FloatingPointError('the model\'s logits are not finite: its weights are damaged, or fp16 overflows')
-        token = token.where(torch.tensor(alive, device=device), -1)
-        yield token
+        yield token.where(torch.tensor(alive, device=device), -1)
         for r, i in enumerate(ids):
             if alive[r]:
                 rows[r].append(i)
@@ -662,13 +641,13 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
         if not any(alive) or n + 1 == max_new_tokens:
             return
         rows = [row if on else [] for row, on in zip(rows, alive)]
-        if max(map(len, rows)) > room:
-            rows = [row[-max(1, room // 2):] if len(row) > room else row for row in rows]
+        if max(map(len, rows)) > cache.max_len:
+            rows = [row[-max(1, cache.max_len // 2):] if len(row) > cache.max_len else row for row in rows]
             cache.truncate(0)
             logits = prefill(model, rows, cache)
             continue
         if not all(alive):
-            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))  # stopped rows hold nothing
+            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))  # the newest tokens aren't cached yet
         logits = step(token.clamp(min=0)[:, None], cache=cache)[0][:, -1]  # (B, V)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -698,3 +677,24 @@ def flops_per_token(cfg, T):
 def cache_bytes_per_token(cfg, bytes_per_value=2):
     """Bytes that a token adds to the cache: 2 L K D values, for latent attention L (kv_rank + rope_dim)."""
     return cfg.n_layer * bytes_per_value * sum(heads * width for heads, width in cache_shape(cfg))
+
+
+def conflicts(c):
+    """(is it wrong?, what to say) of each rule on several fields of a Config."""
+    latent = c.kv_rank > 0
+    rotated = c.rope_dim if latent else c.head_dim
+    return ((c.n_head % c.n_kv_head, f'n_head {c.n_head} is no multiple of n_kv_head {c.n_kv_head}'),
+            (c.pos == 'rope' and rotated % 2, f'rope turns pairs, but {rotated} rotated dimensions are odd'),
+            (c.dropout >= 1, f'dropout is {c.dropout}, but must be below 1'),
+            (c.rope_base <= 1, f'rope_base is {c.rope_base}, but must be above 1'),
+            (c.window and not c.causal, f'window {c.window} needs causal=true'),
+            (c.rope_scaling and c.pos != 'rope', f'rope_scaling {c.rope_scaling} needs pos=rope'),
+            (0 < c.n_expert < c.n_active, f'n_active {c.n_active} is more than n_expert {c.n_expert}'),
+            (c.n_expert and (c.mlp != 'swiglu' or c.bias), 'experts need mlp=swiglu and bias=false'),
+            (not c.n_expert and (c.n_shared or c.n_dense), 'n_shared and n_dense belong to experts: set n_expert too'),
+            (latent and not (0 < c.rope_dim < c.head_dim and c.v_dim <= c.head_dim),
+             f'rope_dim {c.rope_dim} and v_dim {c.v_dim} must fit into head_dim {c.head_dim}'),
+            (latent and (c.pos != 'rope' or c.n_kv_head != c.n_head or c.bias or c.qkv_bias or c.qk_norm),
+             'latent attention needs pos=rope, n_kv_head=0, no biases, no qk_norm'),
+            (not latent and (c.rope_dim or c.q_rank or c.v_dim != c.head_dim),
+             'rope_dim, q_rank and v_dim belong to latent attention: set kv_rank too'))

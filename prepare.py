@@ -552,18 +552,12 @@ def load_checkpoint(path):
 
 def load_weights(model, weights, assign=False):
     """Puts a checkpoint's tensors into a model, copied or, with `assign`, as they are; names and shapes must fit."""
-    expected, weights = model.state_dict(), dict(weights)
-    if model.cfg.tie:
-        weights['lm_head.weight'] = weights.get('embed.weight')
-    wrong = [f'{name} is missing' for name in expected if weights.get(name) is None]
-    wrong += [f'{name} is not known' for name in weights.keys() - expected.keys()]
-    wrong += [f'{name} is {tuple(weights[name].shape)}, not {tuple(expected[name].shape)}' for name in expected
-              if weights.get(name) is not None and weights[name].shape != expected[name].shape]
+    expected, found = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), weights))
+    wrong = [f'{name} is {found.get(name, "missing")}, not {expected.get(name, "known")}'
+             for name in {**expected, **found} if found.get(name) != expected.get(name)]
     if wrong:
-        raise Refusal(f'The weights do not fit their config: {"; ".join(sorted(wrong)[:5])}.')
+        raise Refusal(f'The weights do not fit their config: {"; ".join(wrong[:5])}.')
     model.load_state_dict(weights, assign=assign)
-    if model.cfg.tie:
-        model.lm_head.weight = model.embed.weight  # assigning made them two
 
 
 def load_model(path, device='', dtype=''):
@@ -790,8 +784,6 @@ def stack(cfg, names, form):
         ours = Transformer(cfg).state_dict()
     for name, tensor in ours.items():
         layer, role, suffix = re.fullmatch(r'(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?', name).groups()
-        if cfg.tie and role == 'lm_head':
-            continue
         theirs = names[role if suffix else role.replace('mlp', 'expert')].split()
         if cfg.q_rank and role == 'attn.w_q':
             theirs = ['self_attn.q_b_proj']
