@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -195,6 +196,52 @@ def no_compiler(device):
     if not shutil.which(compiler):
         return f'no compiler {compiler} found'
     return ''
+
+
+# Dense figures by the vendors' data sheets, never the sparse ones: TFLOP/s in bf16, fp16 and fp32 (None: no such
+# units), GB/s, GB. fp32 is torch's default, without TF32. On GeForce the 16-bit figure is that with fp32 accumulation,
+# half the headline. torch sees an MI250X as two devices of half its figures. Apple gives fp32 rates up to the M2.
+
+PEAKS = {  # words that the driver's name has -> figures; the first entry that fits counts
+    'V100 PCIE': (None, 112, 14.0, 900, 16), 'V100': (None, 125, 15.7, 900, 16), 'T4': (None, 65, 8.1, 320, 16),
+    'A10G': (70, 70, 31.5, 600, 24), 'A10': (125, 125, 31.2, 600, 24), 'L4': (121, 121, 30.3, 300, 24),
+    'A100 SXM4 80GB': (312, 312, 19.5, 2039, 80), 'A100 80GB': (312, 312, 19.5, 1935, 80),
+    'A100': (312, 312, 19.5, 1555, 40), 'A6000': (154.8, 154.8, 38.7, 768, 48), 'L40S': (362, 362, 91.6, 864, 48),
+    '3090': (71, 71, 35.6, 936, 24), '4090': (165.2, 165.2, 82.6, 1008, 24), '5090': (209.5, 209.5, 104.8, 1792, 32),
+    'H100 PCIe': (756, 756, 51.2, 2039, 80), 'H100 NVL': (835, 835, 60, 3938, 94), 'H100': (989, 989, 66.9, 3350, 80),
+    'H200 NVL': (835, 835, 60, 4800, 141), 'H200': (989, 989, 66.9, 4800, 141),
+    'GH200 144G': (989, 989, 66.9, 4900, 144), 'GH200': (989, 989, 66.9, 4000, 96),
+    'B200': (2250, 2250, 75, 8000, 180),
+    'MI250X': (191.5, 191.5, 23.9, 1638, 64), 'MI300X': (1307, 1307, 163.4, 5300, 192),
+    'M1 Pro': (None, None, 5.2, 200, 32), 'M1 Max': (None, None, 10.4, 400, 64), 'M1 Ultra': (None, None, 21, 800, 128),
+    'M1': (None, None, 2.6, 68, 16), 'M2 Pro': (None, None, 6.8, 200, 32), 'M2 Max': (None, None, 13.6, 400, 96),
+    'M2 Ultra': (None, None, 27.2, 800, 192), 'M2': (None, None, 3.6, 100, 24)}
+ANOTHER_CARD = {'TI', 'SUPER', 'D', 'LAPTOP', 'MAX', 'Q', 'MIG', 'ADA'}  # with one of these words it is
+
+
+def peak(name):
+    """The figures of a device, by the name that its driver prints or a short one; None if it is not in the table."""
+    words = set(re.split(r'[\s-]+', name.strip().upper()))
+    for entry, figures in PEAKS.items():
+        wanted = set(entry.upper().split())
+        if wanted <= words and not words - wanted & ANOTHER_CARD & words:
+            return dict(zip(('bf16', 'fp16', 'fp32', 'gbs', 'gb'), figures))
+    return None
+
+
+def device_name(device):
+    """As the driver prints it; of a CPU, 'cpu'."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    if device.type == 'mps':
+        return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], stdout=subprocess.PIPE, text=True).stdout
+    return 'cpu'
+
+
+def peak_tflops(device, dtype):
+    """Dense TFLOP/s of a device in a torch.dtype; None where the table has none."""
+    figures = peak(device_name(device)) or {}
+    return figures.get({torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32'}[dtype])
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------
@@ -571,6 +618,29 @@ def load_model(path, device='', dtype=''):
         raise Refusal(f'{path} has a config that this model.py does not know: {error}.') from None
     load_weights(model, checkpoint['model'], assign=True)
     return model.to(device=device, dtype=dtype).eval(), checkpoint
+
+
+def decode_step(model):
+    """The model compiled for steps of one token over a static KVCache: compiled once, for every position. On a CPU a
+    product with one row becomes a multiply-and-sum, which reads the weights at the memory's full speed (20 GB/s where
+    the library's product reads 11); on a GPU the step is one graph of launches, replayed."""
+    def one_row(a, b):
+        return (a.mT * b).sum(0, keepdim=True) if a.shape[0] == 1 else NotImplemented
+
+    options = dict(fullgraph=not model.cfg.n_expert, dynamic=False)
+    if model.embed.weight.is_cuda:
+        compiled = torch.compile(model, mode='reduce-overhead', **options)
+    else:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.decomposition import select_decomp_table
+        table = {**select_decomp_table(), torch.ops.aten.mm.default: one_row}
+        compiled = torch.compile(model, backend=partial(compile_fx, decompositions=table), **options)
+
+    def step(idx, cache):
+        for tensor in (cache.k, cache.v, cache.lengths):
+            torch._dynamo.mark_static_address(tensor)  # or a replayed graph would copy the whole cache at every step
+        return compiled(idx, cache=cache)
+    return step
 
 
 # ---- Published models -----------------------------------------------------------------------------------------------
@@ -1138,10 +1208,6 @@ def main(argv):
     if not_for_it := wishes.keys() - inspect.signature(prepare).parameters.keys():
         raise Refusal(f'--{min(not_for_it)} is not for {name}.', code=2)
     return prepare(**wishes)
-
-
-def peak_tflops(device, dtype):
-    return None
 
 
 if __name__ == '__main__':

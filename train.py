@@ -290,10 +290,10 @@ def place(model, settings, device, dtype):
     if settings.checkpoint_activations:
         for block in model.blocks:
             block.forward = partial(recompute, block.forward, use_reentrant=False)
-    reason = prepare.no_compiler(device) if settings.compile else '--compile=false'
-    if reason:
+    reason = prepare.no_compiler(device)
+    if settings.compile and reason:
         say(f'not compiled: {reason}')
-    else:
+    elif settings.compile:
         for block in model.blocks:  # one block is compiled and serves all; a whole model takes three times as long
             block.compile()
         model.nll = torch.compile(model.nll)
