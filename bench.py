@@ -181,8 +181,8 @@ class Machine:
         threads = torch.get_num_threads() if self.device.type == 'cpu' else None
         return dict(device=self.name, dtype=str(self.dtype)[6:], torch=torch.__version__,
                     python=platform.python_version(), threads=threads, repeats=self.options.repeats,
-                    compiled=self.compiles, matmul_tflops=self.matmul_tflops, read_gbs=self.read_gbs, peak_tflops=self.peak_tflops,
-                    peak_gbs=self.peak_gbs)
+                    compiled=self.compiles, matmul_tflops=self.matmul_tflops, read_gbs=self.read_gbs,
+                    peak_tflops=self.peak_tflops, peak_gbs=self.peak_gbs)
 
     def show(self):
         peak = 'its own measured product' if self.name == 'cpu' and not self.options.peak_tflops else 'the table'
@@ -286,7 +286,8 @@ def plan(options, words):
     result = dict(mode='plan', model=name, params=total, active_params=active, params_by_part=parts, matmul_params=N,
                   forward_flops_per_token=forward, attention_flops_per_token=attention,
                   causal_forward_flops_per_token=2 * N + attention / 2, training_flops_per_token=3 * forward,
-                  attention_overtakes_at=overtakes, attention_overtakes_blocks_at=in_blocks, six_d=6 * d_attention, kv_bytes_per_token=kv,
+                  attention_overtakes_at=overtakes, attention_overtakes_blocks_at=in_blocks,
+                  six_d=6 * d_attention, kv_bytes_per_token=kv,
                   kv_bytes_per_sequence=kv * T, kv_bytes_window_bound=kv * held, weight_bytes_bf16=weights,
                   weight_bytes_fp32=4 * total, training_state_bytes=state, training_state_bytes_per_gpu=state / n,
                   logit_bytes_fp32=4 * T * cfg.vocab_size, activation_bytes_flash=saved,

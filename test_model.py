@@ -4,6 +4,7 @@ References are independent: loops in float64 written here, transformers, or publ
 equality tests are large (std 0.2), so that a wrong position or a wrong head shows."""
 import ast
 import base64
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -33,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+import bench
 import model as model_file
 import prepare
 import sample
@@ -1881,3 +1883,153 @@ def test_sampling_refuses_in_one_sentence(words, message, trained):
 def test_a_prompt_longer_than_the_window_is_told_and_goes_on(trained):
     code, text, error = sampled(f'--out={trained}', '--prompt=' + 'to be ' * 10, '--max_new_tokens=50')
     assert code == 0 and '60 tokens' in error and text.startswith('to be ' * 10) and len(text) > 100
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench.py
+
+
+def counted_flops(cfg, T):
+    """What torch's own counter sees in one forward pass of one row."""
+    from torch.utils.flop_counter import FlopCounterMode
+    with torch.device('cpu' if cfg.n_expert else 'meta'):  # how tokens spread over experts needs real numbers
+        model, x = Transformer(cfg).eval(), torch.zeros(1, T, dtype=torch.long)
+    with torch.no_grad(), bench.explicitly(), FlopCounterMode(display=False) as counter:
+        model(x.random_(cfg.vocab_size) if cfg.n_expert else x, all_logits=True)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize('T', [64, 1024])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_the_flop_formula_agrees_with_torchs_counter(family, T):
+    for changes in ({}, dict(tie=True), dict(n_embd=192, n_head=8, head_dim=32)):
+        sizes = dict(n_layer=2, n_head=4, n_embd=128, vocab_size=500, block_size=T)
+        cfg = Config(**{**sizes, **FAMILIES[family], **changes, **({'d_expert': 96} if 'mix' in family else {})})
+        zeros = 2 * 2 * T * cfg.n_head * (cfg.head_dim - cfg.v_dim)  # latent values are padded for flash, not for us
+        assert abs(counted_flops(cfg, T) / (T * (flops_per_token(cfg, T) + zeros)) - 1) < 0.02, changes
+
+
+@pytest.mark.parametrize('explicit', [False, True])
+@pytest.mark.parametrize('T, heads', [(64, 4), (256, 8)])
+def test_saved_activations_agree_with_korthikantis_formula(T, heads, explicit):
+    cfg = Config(**FAMILIES['gpt2'], n_head=heads, n_embd=128, block_size=T)
+    block, x = Block(cfg, 0, lambda x, pos: x), torch.randn(3, T, 128, requires_grad=True)
+    attention = bench.explicitly() if explicit else contextlib.nullcontext()
+    with attention, bench.saved_for_backward(block.parameters()) as kept:
+        block(x, torch.arange(T)[None], None, None)
+    formula = bench.activation_bytes(cfg, 3, T, explicit, bytes_per_value=4)
+    assert abs(sum(kept.values()) / formula - 1) < 0.1
+    assert formula == 3 * T * 128 * (64 + 4 * heads * T / 128 * explicit)
+    assert bench.activation_bytes(cfg, 3, T, True, dropout=True) == 3 * T * 128 * (34 + 2 * heads * T / 128)
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('kv_heads', [1, 2, 4])
+def test_explicit_attention_is_sdpa(kv_heads, causal):
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, kv_heads, 9, 8), torch.randn(2, kv_heads, 9, 8)
+    mask = torch.rand(9, 9) < 0.7
+    mask[:, 0] = True
+    for m in (None, mask):
+        a, b = (f(q, k, v, m, causal, 0.3) for f in (bench.explicit_attention, model_file.attend))
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    with bench.Peak() as peak:
+        for _ in range(3):
+            a = torch.zeros(1000)
+            b = a + 1
+            b.add_(1)
+            c = b.view(10, 100).T
+            del a, b, c
+    assert peak.most == 8000
+
+
+@pytest.mark.parametrize('name, figures', [
+    ('NVIDIA H100 80GB HBM3', (989, 3350)), ('NVIDIA H100 PCIe', (756, 2039)), ('NVIDIA H100 NVL', (835, 3938)),
+    ('NVIDIA H200', (989, 4800)), ('NVIDIA A100-SXM4-40GB', (312, 1555)), ('NVIDIA A100-SXM4-80GB', (312, 2039)),
+    ('NVIDIA A100 80GB PCIe', (312, 1935)), ('Tesla T4', (None, 320)), ('Tesla V100-SXM2-16GB', (None, 900)),
+    ('NVIDIA A10G', (70, 600)), ('NVIDIA L4', (121, 300)), ('NVIDIA L40S', (362, 864)), ('NVIDIA B200', (2250, 8000)),
+    ('NVIDIA GeForce RTX 4090', (165.2, 1008)), ('AMD Instinct MI300X', (1307, 5300)), ('Apple M2 Max', (None, 400)),
+    ('NVIDIA GeForce RTX 4070', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+    ('NVIDIA GeForce RTX 3090 Ti', None),
+    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('Apple M3', None), ('cpu', None), ('', None)])
+def test_peaks_are_found_under_the_names_that_drivers_print(name, figures):
+    found = prepare.peak(name)
+    assert (found and (found['bf16'], found['gbs'])) == figures
+
+
+def planned(capsys, *words):
+    bench.main(['plan', *words])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_plan_gives_the_worked_figures(capsys):
+    llama = planned(capsys, 'llama2-7b', '--hardware=H100')
+    assert llama['params'] == 6_738_415_616 and round(llama['weight_bytes_bf16'] / 1e9, 1) == 13.5
+    assert round(llama['decode_floor_s'] * 1e3, 1) == 4.0 and llama['six_d'] == 24576
+    assert llama['kv_bytes_per_token'] == 512 * 1024 and round(llama['training_state_bytes'] / 1e9) == 108
+    assert abs(llama['attention_overtakes_blocks_at'] / 24576 - 1) < 0.01
+    assert round(planned(capsys, 'llama3-8b', '--context=8192')['logit_bytes_fp32'] / 1e9, 1) == 4.2
+    gpt2 = planned(capsys, 'gpt2')
+    assert abs(gpt2['params'] / (12 * 12 * 768 ** 2 + 50257 * 768 + 1024 * 768) - 1) < 0.001
+    mixtral = planned(capsys, 'mixtral-8x7b')
+    assert mixtral['params'] == 46_702_792_704 and 12.8e9 < mixtral['active_params'] < 13e9
+    mistral = planned(capsys, 'mistral-7b', '--context=32768', '--batch=2')
+    assert mistral['kv_bytes_per_sequence'] == 8 * mistral['kv_bytes_window_bound']
+    deepseek = planned(capsys, 'deepseek-v2-lite')
+    assert deepseek['kv_bytes_per_token'] == 2 * 27 * (512 + 64)
+
+
+def test_the_plan_counts_money_and_what_fits(capsys):
+    one, eight = (planned(capsys, 'llama2-7b', f'--gpus={n}', '--dollars_per_hour=2', '--tokens=1e12') for n in (1, 8))
+    hours = 1e12 * 3 * flops_per_token(Config(**prepare.published('llama2-7b')), 4096) / (989e12 * 0.4) / 3600
+    assert abs(one['training_hours'] / hours - 1) < 1e-9 and abs(eight['training_hours'] * 8 / hours - 1) < 1e-9
+    assert abs(one['training_dollars'] - 2 * hours) < 1e-6 * hours
+    assert one['largest_batch'] == int((80e9 - 2 * one['params']) / (512 * 1024 * 4096))
+    assert planned(capsys, 'gpt2-xl')['odd_sizes'] == ['vocab_rows 50257']
+
+
+@pytest.mark.parametrize('name', prepare.PUBLISHED)
+def test_every_published_model_has_a_plan_whose_parts_add_up(name, capsys):
+    plan = planned(capsys, name)
+    assert sum(plan['params_by_part'].values()) == plan['params'] >= plan['active_params']
+    # N of the 2N rule against a count of the matrices on the meta device
+    cfg = Config(**prepare.published(name))
+    parts = plan['params_by_part']
+    matrices = plan['active_params'] - parts.get('positions', 0) - (0 if cfg.tie else parts['embedding'])
+    assert abs(plan['matmul_params'] / matrices - 1) < 1e-3
+
+
+def test_a_plan_reads_a_config_json_and_a_checkpoint(tmp_path, capsys):
+    config = prepare.counterpart(Config(**FAMILIES['llama3'], n_layer=2, n_head=4, n_embd=128))
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    model = Transformer(Config(**FAMILIES['llama3'], n_layer=2, n_head=4, n_embd=128))
+    prepare.save_checkpoint(str(tmp_path / 'ckpt.pt'), {'config': asdict(model.cfg), 'model': model.state_dict()})
+    for path in ('config.json', 'ckpt.pt'):
+        assert planned(capsys, str(tmp_path / path))['params'] == sum(p.numel() for p in model.parameters())
+    for words in (['nowhere'], ['gpt2', '--hardware=H1000']):
+        with pytest.raises(Refusal):
+            planned(capsys, *words)
+
+
+def test_more_than_the_peak_is_flagged_and_results_are_compared(tmp_path, capsys):
+    assert bench.percent(1.2) == '120% (!)' and bench.percent(0.5) == '50%' and bench.percent(None) == 'n/a'
+    (tmp_path / 'old').write_text('words\n' + json.dumps({'a': 2.0, 'sub': {'b': 4}, 'name': 'x'}))
+    bench.compare({'a': 3.0, 'sub': {'b': 1}, 'name': 'y'}, str(tmp_path / 'old'))
+    text = capsys.readouterr().out
+    assert '1.500' in text and '0.250' in text and 'sub.b' in text and 'name' not in text
+
+
+def test_a_compiled_step_decodes_as_the_model_does_and_never_compiles_twice():
+    if prepare.no_compiler(torch.device('cpu')):
+        pytest.skip('no compiler here')
+    model = small('llama3', n_layer=1)
+    eager = greedy(model, ids(1, 5), 15)
+    torch._dynamo.reset()
+    step = prepare.decode_step(model)
+    cache = KVCache(model.cfg, 1, 24, static=True)
+    torch._dynamo.utils.counters.clear()
+    assert greedy(model, ids(1, 5), 15, cache=cache, step=step) == eager
+    assert greedy(model, ids(1, 9), 15, cache=cache, step=step)[0][:1] == greedy(model, ids(1, 9), 1)[0]
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 1
