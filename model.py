@@ -345,8 +345,7 @@ def scale_frequencies(cfg, freq):
             first, last = (width * math.log(length / (2 * math.pi * times)) / (2 * math.log(cfg.rope_base))
                            for times in (fast, slow))                    # which pair turns so many times
             first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
-            pair = torch.arange(len(freq), device=freq.device)
-            squeeze = ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+            squeeze = ((torch.arange(len(freq), device=freq.device) - first) / max(last - first, 0.001)).clamp(0, 1)
             sharpen = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
             return freq * (1 - squeeze + squeeze / factor), sharpen
     except (ValueError, ZeroDivisionError, IndexError):
@@ -463,8 +462,9 @@ class KVCache:
 
     def __init__(self, cfg, batch, max_len, device=None, dtype=None, static=False):
         self.max_len, self.static = max_len, static
-        self.k, self.v = (torch.zeros(cfg.n_layer, batch, heads, max_len, width, device=device, dtype=dtype)
-                          for heads, width in cache_shape(cfg, max_len))  # not empty: 0 * NaN is NaN, hidden or not
+        # a tensor a layer, so that a compiled step writes in place; not empty: 0 * NaN is NaN, hidden or not
+        self.k, self.v = ([torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
+                           for _ in range(cfg.n_layer)] for heads, width in cache_shape(cfg, max_len))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held by each row
         self.visible = 0                                                 # slots that attention reads: S
 
@@ -483,7 +483,7 @@ class KVCache:
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         for store, new in ((self.k[layer], k), (self.v[layer], v)):
             store[row, :, self.pos] = new.transpose(1, 2).to(store.dtype)   # (B, T, K, D)
-        return (store[layer, :, :, :self.visible].to(k.dtype) for store in (self.k, self.v))
+        return (store[layer][:, :, :self.visible].to(k.dtype) for store in (self.k, self.v))
 
     def truncate(self, length):
         """Forgets the tokens from position `length` on: an int, or one per row (B,)."""
@@ -493,12 +493,12 @@ class KVCache:
 
     def repeat(self, n):
         """Each row n times, neighbours of each other: prefill a prompt once, sample it n times."""
-        self.k, self.v = (x.repeat_interleave(n, dim=1) for x in (self.k, self.v))
+        self.k, self.v = ([x.repeat_interleave(n, dim=0) for x in store] for store in (self.k, self.v))
         self.lengths = self.lengths.repeat_interleave(n)
 
     @property
     def nbytes(self):
-        return self.k.nbytes + self.v.nbytes
+        return sum(x.nbytes for x in self.k + self.v)
 
 
 class PagedKVCache:

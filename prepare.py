@@ -200,11 +200,12 @@ def no_compiler(device):
 
 # Dense figures by the vendors' data sheets, never the sparse ones: TFLOP/s in bf16, fp16 and fp32 (None: no such
 # units), GB/s, GB. fp32 is torch's default, without TF32. On GeForce the 16-bit figure is that with fp32 accumulation,
-# half the headline. torch sees an MI250X as two devices of half its figures. Apple gives fp32 rates up to the M2.
+# half the headline. torch sees an MI250X as two devices of half its figures. Apple gives few rates, and for the M3 Max
+# two bandwidths.
 
 PEAKS = {  # words that the driver's name has -> figures; the first entry that fits counts
     'V100 PCIE': (None, 112, 14.0, 900, 16), 'V100': (None, 125, 15.7, 900, 16), 'T4': (None, 65, 8.1, 320, 16),
-    'A10G': (70, 70, 31.5, 600, 24), 'A10': (125, 125, 31.2, 600, 24), 'L4': (121, 121, 30.3, 300, 24),
+    'A10G': (70, 70, 35, 600, 24), 'A10': (125, 125, 31.2, 600, 24), 'L4': (121, 121, 30.3, 300, 24),
     'A100 SXM4 80GB': (312, 312, 19.5, 2039, 80), 'A100 80GB': (312, 312, 19.5, 1935, 80),
     'A100': (312, 312, 19.5, 1555, 40), 'A6000': (154.8, 154.8, 38.7, 768, 48), 'L40S': (362, 362, 91.6, 864, 48),
     '3090': (71, 71, 35.6, 936, 24), '4090': (165.2, 165.2, 82.6, 1008, 24), '5090': (209.5, 209.5, 104.8, 1792, 32),
@@ -212,11 +213,12 @@ PEAKS = {  # words that the driver's name has -> figures; the first entry that f
     'H200 NVL': (835, 835, 60, 4800, 141), 'H200': (989, 989, 66.9, 4800, 141),
     'GH200 144G': (989, 989, 66.9, 4900, 144), 'GH200': (989, 989, 66.9, 4000, 96),
     'B200': (2250, 2250, 75, 8000, 180),
-    'MI250X': (191.5, 191.5, 23.9, 1638, 64), 'MI300X': (1307, 1307, 163.4, 5300, 192),
+    'MI250X': (191.5, 191.5, 47.9, 1638, 64), 'MI300X': (1307, 1307, 163.4, 5300, 192),
     'M1 Pro': (None, None, 5.2, 200, 32), 'M1 Max': (None, None, 10.4, 400, 64), 'M1 Ultra': (None, None, 21, 800, 128),
-    'M1': (None, None, 2.6, 68, 16), 'M2 Pro': (None, None, 6.8, 200, 32), 'M2 Max': (None, None, 13.6, 400, 96),
-    'M2 Ultra': (None, None, 27.2, 800, 192), 'M2': (None, None, 3.6, 100, 24)}
-ANOTHER_CARD = {'TI', 'SUPER', 'D', 'LAPTOP', 'MAX', 'Q', 'MIG', 'ADA'}  # with one of these words it is
+    'M1': (None, None, 2.6, 68, 16), 'M2 Pro': (None, None, None, 200, 32), 'M2 Max': (None, None, None, 400, 96),
+    'M2 Ultra': (None, None, None, 800, 192), 'M2': (None, None, 3.6, 100, 24), 'M3 Pro': (None, None, None, 150, 36),
+    'M3': (None, None, None, 100, 24)}
+ANOTHER_CARD = {'TI', 'SUPER', 'D', 'LAPTOP', 'MAX', 'Q', 'MIG', 'ADA', 'GRID'}  # with one of these words it is
 
 
 def peak(name):
@@ -637,7 +639,7 @@ def decode_step(model):
         compiled = torch.compile(model, backend=partial(compile_fx, decompositions=table), **options)
 
     def step(idx, cache):
-        for tensor in (cache.k, cache.v, cache.lengths):
+        for tensor in (*cache.k, *cache.v, cache.lengths):
             torch._dynamo.mark_static_address(tensor)  # or a replayed graph would copy the whole cache at every step
         return compiled(idx, cache=cache)
     return step

@@ -91,7 +91,7 @@ def test_the_files_stay_within_their_ceilings():
     lines = source.splitlines()
     first_sitting = next(i for i, line in enumerate(lines) if 'Parts that replace a part' in line)
     assert len(lines) <= 700 and first_sitting <= 340
-    for file, ceiling in dict(prepare=1160, train=570, sample=160).items():
+    for file, ceiling in dict(prepare=1220, train=570, sample=160, bench=790).items():
         assert len(open(os.path.join(HERE, f'{file}.py')).read().splitlines()) <= ceiling, file
     assert all(len(line) <= 120 for line in lines)
     assert len(fields(Config)) <= 44
@@ -1953,7 +1953,8 @@ def test_peak_memory_counts_what_lives_at_once():
     ('NVIDIA GeForce RTX 4090', (165.2, 1008)), ('AMD Instinct MI300X', (1307, 5300)), ('Apple M2 Max', (None, 400)),
     ('NVIDIA GeForce RTX 4070', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
     ('NVIDIA GeForce RTX 3090 Ti', None),
-    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('Apple M3', None), ('cpu', None), ('', None)])
+    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('Apple M3 Max', None), ('Apple M3', (None, 100)),
+    ('GRID A100-10C', None), ('cpu', None), ('', None)])
 def test_peaks_are_found_under_the_names_that_drivers_print(name, figures):
     found = prepare.peak(name)
     assert (found and (found['bf16'], found['gbs'])) == figures
