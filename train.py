@@ -343,17 +343,20 @@ def configure(argv):
 def find_data(settings):
     """Name, tokens and description of the data set asked for; Shakespeare and stdlib are made when missing. Without a
     wish it is Shakespeare or, where that can't be downloaded, the source of this Python's standard library."""
-    name = settings.data or 'tinyshakespeare'
     makers = {'tinyshakespeare': prepare.prepare_shakespeare, 'stdlib': prepare.prepare_stdlib}
-    if name in makers and not os.path.exists(os.path.join(prepare.data_folder(name), 'meta.json')):
-        try:
+
+    def made(name):
+        if name in makers and not os.path.exists(os.path.join(prepare.data_folder(name), 'meta.json')):
             makers[name]()
-        except Refusal as error:
-            if settings.data:
-                raise
-            print(f'{error} Until then this trains on the source of Python\'s standard library.')
-            name = 'stdlib'
-            prepare.prepare_stdlib()
+        return name
+
+    try:
+        name = made(settings.data or 'tinyshakespeare')
+    except Refusal as error:
+        if settings.data:
+            raise
+        print(f'{error} Until then this trains on the source of Python\'s standard library.')
+        name = made('stdlib')
     return name, *prepare.load_data(name)
 
 
@@ -560,8 +563,9 @@ def train(config, settings, state):
     if signals:
         say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
         return 128 + signals[0]
+    prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(name, 'The ')
     say(f'{time.perf_counter() - began:.0f} s, validation loss {best:.4f}. Read more of it with: python sample.py '
-        f'--out={settings.out} --prompt="ROMEO:"')
+        f'--out={settings.out} --prompt="{prompt}"')
     return 0
 
 
