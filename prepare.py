@@ -407,6 +407,9 @@ def tiktoken_encoding(description):
 
 
 def named_tokenizer(name):
+    """The tokenizer of the command line's --tokenizer: bytes, an encoding of tiktoken, or that of a checkpoint."""
+    if name not in ('bytes', *tiktoken.list_encoding_names()) and os.path.exists(name):
+        return tokenizer(load_checkpoint(name)['tokenizer'])
     return tokenizer({'kind': 'bytes'} if name == 'bytes' else {'kind': 'tiktoken', 'name': name})
 
 
@@ -1189,7 +1192,7 @@ def cross(command, options, argv):
 
 @dataclass
 class Options:
-    tokenizer: str = ''        # bytes or an encoding of tiktoken, such as gpt2; default bytes, for openwebtext gpt2
+    tokenizer: str = ''        # bytes, an encoding of tiktoken, or a checkpoint's; default bytes, openwebtext gpt2
     out: str = ''              # a name under data/ or a folder; default the name of the data set
     val_fraction: float = 0.1  # of a text: its end, kept for validation
     docs: int = 0              # openwebtext: stop after this many documents

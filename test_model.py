@@ -1591,6 +1591,13 @@ def test_the_scaler_of_fp16_is_saved_and_restored(corpus, tmp_path):
     assert prepare.load_checkpoint(str(tmp_path))['scaler']['_growth_tracker'] == 5
 
 
+def test_a_new_run_in_an_old_ones_folder_keeps_its_checkpoint(corpus, tmp_path, capsys):
+    run_training(corpus, tmp_path, '--steps=3')
+    run_training(corpus, tmp_path, '--steps=2')
+    assert 'previous.pt' in capsys.readouterr().out
+    assert [prepare.load_checkpoint(str(tmp_path / f'{name}.pt'))['step'] for name in ('previous', 'ckpt')] == [3, 2]
+
+
 def test_evaluation_changes_neither_data_nor_losses(corpus, tmp_path):
     assert losses(run_training(corpus, tmp_path / 'a', '--eval_every=3', '--dropout=0.1')) == \
         losses(run_training(corpus, tmp_path / 'b', '--dropout=0.1'))
@@ -1744,6 +1751,12 @@ def test_fine_tuning_starts_from_the_checkpoints_weights_and_its_tokenizer(corpu
     prepare.save_checkpoint(str(tmp_path / 'c/ckpt.pt'), checkpoint)
     with pytest.raises(prepare.Refusal, match='gpt2.*bytes'):
         run_training(corpus, tmp_path / 'd', f'--init={tmp_path}/c')
+    ranks = ''.join(f'{base64.b64encode(bytes([i])).decode()} {i}\n' for i in range(256))
+    checkpoint['tokenizer'] = {'kind': 'bpe', 'ranks': ranks, 'pattern': '.|\n', 'special': {}, 'eot': None}
+    prepare.save_checkpoint(str(tmp_path / 'e/ckpt.pt'), checkpoint)
+    (tmp_path / 'mine.txt').write_text('a text of my own\n' * 200)
+    folder = prepare.prepare_text(str(tmp_path / 'mine.txt'), str(tmp_path / 'e'), str(tmp_path / 'mine'))
+    assert losses(run_training(folder, tmp_path / 'f', f'--init={tmp_path}/e', '--steps=3'))
 
 
 def test_the_learning_rate_at_its_edges():

@@ -66,7 +66,7 @@ class Settings:
     eval_tokens: int = 2 ** 20   # validation tokens that an evaluation reads at most
     log_every: int = 10          # updates between lines of progress
     save_every: int = 500        # updates between checkpoints; 0: only at the end
-    sample_tokens: int = 200     # length of the sample after an evaluation; 0: none
+    sample_tokens: int = 400     # length of the sample after an evaluation; 0: none
     seed: int = 1337             # of weights, batches and dropout
     device: str = ''             # cuda, cuda:1, mps, cpu; '' takes the best there is
     dtype: str = ''              # bf16, fp16, fp32; '' takes the device's best
@@ -324,6 +324,7 @@ def configure(argv):
     if not RUNS.keys() & names:
         device, _ = prepare.pick_device(asked.get('device', ''))
         names = ['baby' if device.type == 'cpu' else 'shakespeare', *names]
+    names += ['tuned'] * ('init' in asked)
     out = asked.get('out') or os.path.join(prepare.ROOT, 'out', '-'.join(names))
     flagged = {name: asked[name] for name in flags & asked.keys()}
     if not asked.get('resume'):
@@ -480,6 +481,9 @@ def train(config, settings, state):
     log_path = os.path.join(settings.out, 'log.jsonl')
     if rank() == 0:
         os.makedirs(settings.out, exist_ok=True)
+        if not settings.resume and os.path.exists(os.path.join(settings.out, 'ckpt.pt')):
+            os.replace(os.path.join(settings.out, 'ckpt.pt'), os.path.join(settings.out, 'previous.pt'))
+            say(f'a run was here before: its checkpoint is now {settings.out}/previous.pt')
         kept = [line for line in read_log(log_path) if settings.resume and line['step'] <= done]  # the rest comes again
         with prepare.write_atomically(log_path) as file:
             file.write(''.join(json.dumps(line) + '\n' for line in kept).encode())
