@@ -70,6 +70,8 @@ class Options:
             least = 1 if name in ('batch', 'gpus', 'repeats') else 0
             if isinstance(value, (int, float)) and not least <= value < math.inf:
                 raise ValueError(f'{name} is {value}, but must be at least {least}')
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f'mfu is {self.mfu}, but must be above 0 and at most 1')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,12 +182,12 @@ class Machine:
     def method(self):
         threads = torch.get_num_threads() if self.device.type == 'cpu' else None
         return dict(device=self.name, dtype=str(self.dtype)[6:], torch=torch.__version__,
-                    python=platform.python_version(), threads=threads, repeats=self.options.repeats,
-                    compiled=self.compiles, matmul_tflops=self.matmul_tflops, read_gbs=self.read_gbs,
-                    peak_tflops=self.peak_tflops, peak_gbs=self.peak_gbs)
+                    python=platform.python_version(), threads=threads, matmul_tflops=self.matmul_tflops,
+                    read_gbs=self.read_gbs, peak_tflops=self.peak_tflops, peak_gbs=self.peak_gbs)
 
     def show(self):
-        peak = 'its own measured product' if self.name == 'cpu' and not self.options.peak_tflops else 'the table'
+        given = self.options.peak_tflops
+        peak = '--peak_tflops' if given else 'its own measured product' if self.name == 'cpu' else 'the table'
         print(f'{self.name}, {str(self.dtype)[6:]}, torch {torch.__version__}: a matrix product reaches '
               f'{self.matmul_tflops:.3g} TFLOP/s, a read of memory {self.read_gbs:.3g} GB/s; 100 % is '
               + (f'{self.peak_tflops:.3g} TFLOP/s, by {peak}.' if self.peak_tflops else 'n/a: give --peak_tflops.'))
@@ -208,15 +210,22 @@ def picture(options, name, curves, xlabel, ylabel, **scales):
     print(f'\n{path}')
 
 
-def compare(result, path):
-    """Ratios of this result's numbers to those of an earlier JSON line."""
-    earlier = json.loads(prepare.read_text(path).strip().splitlines()[-1])
+def read_result(path):
+    """The JSON line that an earlier run has ended with."""
+    try:
+        return json.loads(prepare.read_text(path).strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise Refusal(f'{path} does not end in a line of JSON; save one with: python bench.py > {path}', 2) from None
+
+
+def compare(result, earlier):
+    """Ratios of this result's numbers to an earlier one's."""
     flat = [(k, v, earlier.get(k)) for k, v in result.items()]
     flat += [(f'{k}.{i}', v, (earlier.get(k) or {}).get(i)) for k, sub in result.items() if isinstance(sub, dict)
              for i, v in sub.items()]
     rows = [(name, f'{old:.4g}', f'{new:.4g}', f'{new / old:.3f}') for name, new, old in flat
             if all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (new, old)) and old]
-    table(f'against {path}', ('', 'then', 'now', 'ratio'), rows)
+    table('against the earlier run', ('', 'then', 'now', 'ratio'), rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,8 +275,11 @@ def plan(options, words):
     cfg, T, B = find_config(name), options.context, options.batch
     T = T or cfg.block_size
     card = prepare.peak(options.hardware)
-    if not card or not card['bf16']:
+    if not card:
         raise Refusal(f'Unknown hardware {options.hardware}{prepare.nearest(options.hardware, prepare.PEAKS)}', 2)
+    tflops = card['bf16'] or card['fp16'] or card['fp32']
+    if not tflops:
+        raise Refusal(f'The vendor of {options.hardware} gives no TFLOP/s, so there is nothing to plan with.')
     parts, total, active = count_parameters(cfg)
     N, n, L = matmul_params(cfg), options.gpus, cfg.n_layer
     forward, attention = flops_per_token(cfg, T), flops_per_token(cfg, T) - 2 * N
@@ -276,7 +288,7 @@ def plan(options, words):
     in_blocks = (N - cfg.n_embd * cfg.vocab_rows) / (2 * L * d_attention)
     kv = cache_bytes_per_token(cfg)
     weights, state = 2 * total, 16 * total
-    capacity, rate, bandwidth = card['gb'] * 1e9 * n, card['bf16'] * 1e12 * n, card['gbs'] * 1e9 * n
+    capacity, rate, bandwidth = card['gb'] * 1e9 * n, tflops * 1e12 * n, card['gbs'] * 1e9 * n
     floor, with_cache = 2 * active / bandwidth, (2 * active + B * T * kv) / bandwidth
     held = min(T, cfg.window) if cfg.window else T
     room = capacity - weights
@@ -313,7 +325,7 @@ def plan(options, words):
         (f'of which a GPU holds under FSDP over {n}', human(state / n, 'B'), ''),
         (f"activations of a row of {T:,} by the GPT block's formula, flash attention", human(saved, 'B'), ''),
         ('with explicit scores', human(explicit, 'B'), ''),
-        ('flash, blocks recomputed', human(result['activation_bytes_recomputed'], 'B'), ''),
+        ('flash, blocks recomputed, a 16-bit stream', human(result['activation_bytes_recomputed'], 'B'), ''),
         (f'whole logits of a row in fp32 (here they come in chunks of {human(4 * Transformer.logits_at_once, "B")})',
          human(4 * T * cfg.vocab_size, 'B'), ''),
         (f'cache of a token, {"L (rank + rope)" if cfg.kv_rank else "2 L K D"} values of 2 bytes',
@@ -323,7 +335,7 @@ def plan(options, words):
     limits = f'{human(rate, "FLOP/s")}, {human(bandwidth, "B/s")}, {human(capacity, "B")}'
     money = f', ${hours * n * options.dollars_per_hour:,.0f}' if options.dollars_per_hour else ''
     table(f'{n} x {options.hardware}: {limits}', ('', '', ''), [
-        ('a decoded token reads the weights: at least', f'{1e3 * floor:.2f} ms', ''),
+        ('a decoded token, weight bytes over bandwidth', f'{1e3 * floor:.2f} ms', ''),
         (f'with the cache of {B} x {T:,} tokens', f'{1e3 * with_cache:.2f} ms', f'{B / with_cache:,.0f} tokens/s'),
         (f'largest batch at T = {T:,}', f'{result["largest_batch"]:,}', ''),
         (f'largest context at batch {B}', f'{result["largest_context"]:,}', ''),
@@ -429,6 +441,12 @@ def training_modes(options, words):
     return result
 
 
+def prefill_flops(cfg, T):
+    """Of reading T tokens: the blocks at every position, the head at the last alone."""
+    head = 2 * cfg.n_embd * cfg.vocab_rows
+    return T * (flops_per_token(cfg, T) - head) + head
+
+
 @torch.no_grad()
 def prefills(options, words):
     """Reading a prompt: tokens/s and share of the peak against its length."""
@@ -441,7 +459,7 @@ def prefills(options, words):
         ids = [torch.randint(cfg.vocab_size, (T,)).tolist()]
         (seconds, spread), = measure([lambda ids=ids, T=T: prefill(model, ids, KVCache(
             cfg, 1, T, machine.device, machine.dtype))], machine.device, options.repeats)
-        flops = T * (flops_per_token(cfg, T) - 2 * cfg.n_embd * cfg.vocab_rows) + 2 * cfg.n_embd * cfg.vocab_rows
+        flops = prefill_flops(cfg, T)
         result[f'T {T}'] = dict(tokens_per_s=T / seconds, spread=spread, mfu=machine.mfu(flops / seconds))
         lines.append((T, f'{T / seconds:,.0f}', f'{1e3 * seconds:.1f}', f'{spread:.0%}', human(flops, 'FLOP'),
                       percent(machine.mfu(flops / seconds))))
@@ -499,7 +517,7 @@ def decodes(options, words):
         result['compile_s'] = time.perf_counter() - start
         runs['ours, compiled'] = partial(ours, 100, step=step)
     if name != 'llama2-7b' and has_transformers():
-        runs['transformers'] = their_decoding(machine, cfg, prompt, 100)
+        runs['transformers, eager'] = their_decoding(machine, cfg, prompt, 100)
     rates = {label: [] for label in runs}
     for i in range(1 + max(3, options.repeats // 2)):  # in turns; the first round is warm-up
         for label, run in runs.items():
@@ -515,10 +533,11 @@ def decodes(options, words):
                       percent(mbu), f'{1e3 * first:.0f}'))
     table(f'decode, {name}, one row, prompt 64, 100 new tokens, greedy; a token reads {human(read, "B")}',
           ('', 'tokens/s', 'ms', 'spread', 'GB/s', 'MBU', 'prefill ms'), lines)
-    best = 'ours, compiled' if step else 'ours, eager'
-    if 'transformers' in result:
-        result['ratio_to_transformers'] = result[best]['tokens_per_s'] / result['transformers']['tokens_per_s']
-        print(f'\n{best}: {result["ratio_to_transformers"]:.2f} x the tokens/s of transformers.')
+    print()
+    for label in [label for label in rates if 'ours' in label and 'transformers, eager' in rates]:
+        ratio = result[label]['tokens_per_s'] / result['transformers, eager']['tokens_per_s']
+        result[f'{label}, ratio to transformers'] = ratio
+        print(f'{label}: {ratio:.2f} x the tokens/s of transformers.')
 
     lines = []
     for rows in (1, 8, 32):
@@ -526,7 +545,7 @@ def decodes(options, words):
         rate, first = rows / statistics.median(times[3:]), times[0]
         result[f'batch {rows}'] = dict(tokens_per_s=rate, prefill_tokens_per_s=rows * 64 / first)
         lines.append((rows, f'{rate:,.1f}', f'{1e3 * rows / rate:.1f}', f'{rows * 64 / first:,.0f}'))
-    table('batches, eager', ('rows', 'tokens/s', 'ms a step', 'prefill tokens/s'), lines)
+    table('batches, eager, one run each', ('rows', 'tokens/s', 'ms a step', 'prefill tokens/s'), lines)
 
     curves, lines = {}, []
     runs = {'cache, eager': partial(ours, 500), 'paged cache': partial(ours, 500, kind=PagedKVCache)}
@@ -547,7 +566,7 @@ def decodes(options, words):
     curves['no cache'] = positions, [1e3 * s for s in seconds]
     first, last = 1e3 * seconds[0], 1e3 * seconds[-1]
     lines.append(('no cache, at 64 and 512', f'{first:.1f}', f'{last:.1f}', f'{last / first:.2f}'))
-    table('ms a token', ('', 'tokens 1-50', 'tokens 450-500', 'ratio'), lines)
+    table('ms a token, one run each', ('', 'tokens 1-50', 'tokens 450-500', 'ratio'), lines)
     picture(options, 'decode', curves, 'position', 'ms a token', yscale='log')
     return result
 
@@ -584,7 +603,8 @@ def their_decoding(machine, cfg, prompt, n):
 
 def explicit_attention(q, k, v, mask, causal, scale=None):
     """What flash attention never builds: the (B, H, T, S) scores. Same call as model.attend."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -754,7 +774,7 @@ def glance(options, words):
         cache = KVCache(cfg, 1, 256, machine.device, machine.dtype)
         (reading, spread), = measure([lambda: (cache.truncate(0), prefill(model, rows, cache))], machine.device, 3, 1)
     decode = statistics.median(times[3:])
-    result['prefill'] = dict(tokens_per_s=256 / reading, mfu=machine.mfu(256 * (2 * matmul_params(cfg)) / reading))
+    result['prefill'] = dict(tokens_per_s=256 / reading, mfu=machine.mfu(prefill_flops(cfg, 256) / reading))
     result['decode'] = dict(tokens_per_s=1 / decode, mbu=read / decode / machine.peak_gbs / 1e9)
     result['decode_without_cache'] = dict(tokens_per_s=1 / uncached)
     lines += [(f'prefill of 256 tokens, {label}', f'{256 / reading:,.0f}', f'{spread:.0%}', ''),
@@ -775,9 +795,10 @@ def main(argv):
     options = prepare.build(Options, values)
     if words and words[0] not in MODES:
         raise Refusal(f'Unknown mode {words[0]}{prepare.nearest(words[0], MODES)}', 2)
+    earlier = read_result(options.compare) if options.compare else None
     result = MODES[words[0]](options, words[1:]) if words else glance(options, words)
-    if options.compare:
-        compare(result, options.compare)
+    if earlier:
+        compare(result, earlier)
     print(json.dumps(result))
 
 

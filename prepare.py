@@ -63,6 +63,8 @@ CURES = {errno.ENOSPC: 'free some space and run the same command again',
 
 def run(main):
     """Runs main(arguments). Expected failures end in one sentence; a programming error keeps its traceback."""
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors='replace')  # a console that can't show a character is no reason to stop
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -106,12 +108,13 @@ def parse(kind, text):
 
 def command_line(argv, about, *classes, presets=None, words=0):
     """The options that argv mentions, {name: value}: presets from left to right, then flags, wherever they stand.
-    Options are the fields of the dataclasses. Up to `words` bare words that are no presets come back as 'words'."""
+    Options are the fields of the dataclasses. Up to `words` bare words that are no presets come back as 'words', the
+    names of the presets, where there are any, as 'presets'."""
     presets, kinds = presets or {}, {}
     for cls in classes:
         assert not kinds.keys() & get_type_hints(cls).keys(), f'{cls.__name__} repeats an option'
         kinds |= get_type_hints(cls)
-    values, flags, rest = {'words': []} if words else {}, {}, list(argv)
+    values, flags, used, rest = {'words': []} if words else {}, {}, [], list(argv)
     while rest:
         word = rest.pop(0)
         name, equals, text = word[2:].partition('=')
@@ -120,6 +123,7 @@ def command_line(argv, about, *classes, presets=None, words=0):
             sys.exit(0)
         elif word in presets:
             values |= presets[word]
+            used.append(word)
         elif not word.startswith('-') and len(values.get('words', ())) < words:
             values['words'].append(word)
         elif not word.startswith('--') or name not in kinds:
@@ -135,7 +139,7 @@ def command_line(argv, about, *classes, presets=None, words=0):
                 flags[name] = parse(kinds[name], text)
             except (KeyError, ValueError, OverflowError):
                 raise Refusal(f'--{name} takes a value of type {kinds[name].__name__}, not {text}.', code=2) from None
-    return values | flags
+    return values | flags | ({'presets': used} if presets else {})
 
 
 def help_text(about, classes, presets):
@@ -198,10 +202,11 @@ def no_compiler(device):
     return ''
 
 
-# Dense figures by the vendors' data sheets, never the sparse ones: TFLOP/s in bf16, fp16 and fp32 (None: no such
-# units), GB/s, GB. fp32 is torch's default, without TF32. On GeForce the 16-bit figure is that with fp32 accumulation,
-# half the headline. torch sees an MI250X as two devices of half its figures. Apple gives few rates, and for the M3 Max
-# two bandwidths.
+# Dense figures, never the sparse ones: TFLOP/s in bf16, fp16 and fp32 (None: no such units, or no figure), GB/s, GB.
+# Sources: NVIDIA's data sheets of the V100, T4, A10, L4, A100, RTX A6000, L40S, H100, H200, GH200 and HGX B200, its
+# white papers on GA102, Ada and RTX Blackwell for GeForce, AWS on the A10G; AMD's data sheets of the MI250X and MI300X;
+# Apple's announcements. fp32 is torch's default, without TF32. On GeForce the 16-bit figure is that with fp32
+# accumulation, half the headline. torch sees an MI250X as two devices of half its figures.
 
 PEAKS = {  # words that the driver's name has -> figures; the first entry that fits counts
     'V100 PCIE': (None, 112, 14.0, 900, 16), 'V100': (None, 125, 15.7, 900, 16), 'T4': (None, 65, 8.1, 320, 16),

@@ -30,9 +30,9 @@ class Options:
     temperature: float = 0.8   # 0 takes the likeliest token each time, 1 samples what the model says
     top_k: int = 0             # only the k likeliest tokens; 0: all
     top_p: float = 1.0         # only the likeliest tokens that make up this probability
-    stop: str = ''             # a sample ends before this text
+    stop: str = ''             # a sample ends before this text; \n is a line end
     seed: int = 1337           # sample j of a prompt is drawn with seed + j
-    paged: bool = False        # paged cache: memory for what is written, not for what might be, but slower
+    paged: bool = False        # paged cache: rows that stop give their blocks back, and it is slower
     compile: bool = False      # compile the decoding step: worth it for long texts
     device: str = ''           # cuda, cuda:1, mps, cpu; '' takes the best there is
     dtype: str = ''            # bf16, fp16, fp32; '' takes the device's best
@@ -118,8 +118,9 @@ def main(argv):
         if len(tokens) > window:
             print(f'The prompt {prompt[:20]!r}... has {len(tokens)} tokens, the window {window}: the model reads the '
                   f'last {window}.', file=sys.stderr)
-
-    rows = [Row(tok, prompt, options.stop) for prompt in prompts for _ in range(options.num_samples)]
+    if checkpoint['tokenizer']['kind'] == 'ids':
+        prompts = [tok.decode(tokens).decode() for tokens in ids]  # a space after each
+    rows = [Row(tok, p, options.stop.replace('\\n', '\n')) for p in prompts for _ in range(options.num_samples)]
     longest = min(window, max(map(len, ids)) + options.max_new_tokens)
     where = dict(device=model.embed.weight.device, dtype=model.embed.weight.dtype)
     if options.paged:

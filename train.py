@@ -4,7 +4,7 @@
     python train.py baby mistral --steps=200            another family's block, a shorter run
     python train.py owt-124m                            OpenWebText; `python prepare.py openwebtext` comes first
     torchrun --nproc_per_node=8 train.py owt-124m       the same run on eight GPUs
-    python train.py --resume=true                       go on where a run was stopped: the same run to the last bit
+    python train.py --resume=true                       go on where a run was stopped: on a CPU the same to the last bit
 
 Presets are merged left to right, options win over them. In this order: settings and presets, batches, optimizers, one
 training step and evaluation, many devices, what comes before the run, the run.
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -76,9 +77,12 @@ class Settings:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = 1 if name in ('steps', 'batch_tokens', 'log_every', 'muon_steps') else 0
+            least = 1 if name in ('steps', 'batch_tokens', 'log_every', 'muon_steps', 'eval_tokens') else 0
             if isinstance(value, (int, float)) and not least <= value < math.inf:
                 raise ValueError(f'{name} is {value}, but must be at least {least}')
+        for name in 'beta1', 'beta2', 'muon_momentum':
+            if getattr(self, name) >= 1:
+                raise ValueError(f'{name} is {getattr(self, name)}, but must be below 1')
         for name, known in ('optimizer', 'muon adamw'), ('decay', 'linear cosine'), ('parallel', 'ddp fsdp'):
             if getattr(self, name) not in known.split():
                 raise ValueError(f'{name} is {getattr(self, name)!r}, but must be one of {known}')
@@ -94,7 +98,7 @@ RUNS = {
     # one GPU, minutes
     'shakespeare': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, qk_norm=True, zero_init=True, dropout=0.2,
                         steps=2000, batch_tokens=64 * 256, lr=3e-3, weight_decay=0.1, eval_every=250, save_every=250),
-    # GPT-2 as it was trained, to reproduce it
+    # GPT-2 by nanoGPT's recipe, to reproduce it; OpenAI's own was never published
     'gpt2-124m': dict(FAMILIES['gpt2'], **GPT2_124M, optimizer='adamw', steps=600_000, lr=6e-4, min_lr=0.1, warmup=2000,
                       decay='cosine'),
     # the same size and corpus by today's means
@@ -236,7 +240,10 @@ def train_step(model, optimizers, micro_batches, cast=nullcontext(), scaler=None
     if not math.isfinite(loss) or not (scaler or math.isfinite(norm)):
         raise FloatingPointError(f'the loss is {loss}, the norm of its gradient {norm}')
     for optimizer in optimizers:
-        scaler.step(optimizer) if scaler else optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        elif math.isfinite(norm):  # its own check sees one optimizer's gradients, and clipping has mixed them
+            scaler.step(optimizer)
         optimizer.zero_grad()
     if scaler:
         scaler.update()
@@ -288,6 +295,8 @@ def place(model, settings, device, dtype):
     """The model as it is called in training: on its device, compiled, and with several processes wrapped; and the
     autocast context of its calls. No wrapper changes a parameter's name."""
     model.to(device)
+    if device.type == 'cuda':
+        torch.set_float32_matmul_precision('high')  # TF32 for Muon's fp32 products
     if settings.checkpoint_activations:
         for block in model.blocks:
             block.forward = partial(recompute, block.forward, use_reentrant=False)
@@ -307,8 +316,9 @@ def place(model, settings, device, dtype):
         wrapped.set_requires_gradient_sync = partial(setattr, wrapped, 'require_backward_grad_sync')
         return wrapped, cast
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (world(),))
     for part in [*model.blocks, model]:  # each rank keeps a part of every block and gathers one block at a time
-        fully_shard(part, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model, nullcontext()
 
 
@@ -318,9 +328,9 @@ def place(model, settings, device, dtype):
 
 def configure(argv):
     """The command line to config values, settings, and the checkpoint to start from, if any."""
-    names = [word for word in argv if word in PRESETS]
     flags = {word[2:].partition('=')[0] for word in argv if word.startswith('--')}
     asked = prepare.command_line(argv, __doc__, Config, Settings, presets=PRESETS)
+    names = asked.pop('presets')
     if not RUNS.keys() & names:
         device, _ = prepare.pick_device(asked.get('device', ''))
         names = ['baby' if device.type == 'cpu' else 'shakespeare', *names]
@@ -335,7 +345,8 @@ def configure(argv):
     if 'optimizer' not in state:
         raise Refusal(f'{out} has no optimizer to resume with; start from its weights with --init={out}.')
     for name, have in {**state['config'], 'data': state['settings']['data']}.items():
-        if asked.get(name) not in (None, 0, '', have):
+        derived = name in ('data', 'n_kv_head', 'head_dim', 'd_ff', 'd_expert', 'v_dim') and not asked.get(name)
+        if name in asked and asked[name] != have and not derived:
             raise Refusal(f'{name} is {asked[name]}, but the run in {out} has {have}: resume with that, or start anew '
                           'with another --out.', 2)
     return state['config'], prepare.build(Settings, {**state['settings'], **flagged, 'out': out}), state
@@ -426,6 +437,8 @@ def draw(log_path, path):
 
 
 def main(argv):
+    if 'LOCAL_RANK' in os.environ and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     config, settings, state = configure(argv)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:  # started by torchrun
         cpu = settings.device == 'cpu' or not torch.cuda.is_available()
@@ -442,9 +455,6 @@ def main(argv):
 def train(config, settings, state):
     """The whole run. Returns the process's exit code: 0, or 128 + the signal that stopped it."""
     device, dtype = prepare.pick_device(settings.device, settings.dtype)
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision('high')  # TF32 for Muon's fp32 products
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     if scaler and world() > 1 and settings.parallel == 'fsdp':
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
@@ -470,7 +480,7 @@ def train(config, settings, state):
         for group, mine in zip(groups_of(optimizers), hyper):  # this run's settings, not the old one's
             group.update(mine, params=group['params'])
         done, best_path = state['step'], os.path.join(settings.out, 'best.pt')
-        if scaler:
+        if scaler and state['scaler']:
             scaler.load_state_dict(state['scaler'])
         if os.path.exists(best_path):
             best = prepare.load_checkpoint(best_path)['best']
@@ -481,9 +491,10 @@ def train(config, settings, state):
     log_path = os.path.join(settings.out, 'log.jsonl')
     if rank() == 0:
         os.makedirs(settings.out, exist_ok=True)
-        if not settings.resume and os.path.exists(os.path.join(settings.out, 'ckpt.pt')):
-            os.replace(os.path.join(settings.out, 'ckpt.pt'), os.path.join(settings.out, 'previous.pt'))
-            say(f'a run was here before: its checkpoint is now {settings.out}/previous.pt')
+        for file, aside in ('ckpt.pt', 'previous.pt'), ('best.pt', 'previous_best.pt'):
+            if not settings.resume and os.path.exists(os.path.join(settings.out, file)):
+                os.replace(os.path.join(settings.out, file), os.path.join(settings.out, aside))
+                say(f'a run was here before: its {file} is now {settings.out}/{aside}')
         kept = [line for line in read_log(log_path) if settings.resume and line['step'] <= done]  # the rest comes again
         with prepare.write_atomically(log_path) as file:
             file.write(''.join(json.dumps(line) + '\n' for line in kept).encode())
@@ -497,7 +508,7 @@ def train(config, settings, state):
         """All ranks call it: a sharded state is gathered in the first one's memory."""
         weights, optimizer = dcp.get_state_dict(model, optimizers if resumable else [], options=FULL)
         state = dict(config=asdict(cfg), model=weights, step=done, best=best, tokenizer=meta['tokenizer'],
-                     data=meta['sha256'], settings={**asdict(settings), 'data': name})
+                     data=meta['sha256'], settings={**asdict(settings), 'data': name, 'device': ''})
         if resumable:
             state.update(optimizer=optimizer, scaler=scaler.state_dict() if scaler else None)
         if rank() == 0:
@@ -512,7 +523,8 @@ def train(config, settings, state):
 
     for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, on_signal)
-    peak = prepare.peak_tflops(device, dtype)
+    tf32 = device.type == 'cuda' and dtype == torch.float32  # the table has no peak for it
+    peak = None if tf32 else prepare.peak_tflops(device, dtype)
     flops = 3 * flops_per_token(cfg, cfg.block_size)
     say(f'{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_data):,} tokens of {name}, '
         f'{settings.steps:,} updates of {settings.batch_tokens:,} tokens; {device} x {world()}, {str(dtype)[6:]}; '
@@ -520,14 +532,14 @@ def train(config, settings, state):
     began, seconds, timed = time.perf_counter(), 0.0, 0
     with ThreadPoolExecutor(1) as pool:
         fetch = partial(pool.submit, micro_batches_of, data=train_data, cfg=cfg, settings=settings, device=device)
-        ahead, compiles = fetch(done), True
-        while done < settings.steps and not signals:
+        ahead, compiles, stop = fetch(done), True, False
+        while done < settings.steps and not stop:
+            start = time.perf_counter()
             batch, ahead = ahead.result(), fetch(done + 1)
             for group in groups_of(optimizers):
                 group['lr'] = group['peak_lr'] * lr_factor(settings, done)
             seeds = np.random.SeedSequence([settings.seed, done, rank()]).generate_state(len(batch)).tolist()
             called.train()
-            start = time.perf_counter()
             try:
                 loss, norm = train_step(called, optimizers, batch, cast, scaler, settings.grad_clip, seeds)
             except FloatingPointError as error:
@@ -546,27 +558,25 @@ def train(config, settings, state):
                     f'MFU {f"{mfu:.1%}" if mfu else "n/a"}  {left} left')
                 log(step=done, loss=loss, lr=lr, ms=ms, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
                 seconds, timed = 0.0, 0
-            if world() > 1:  # all stop together
-                flag = torch.tensor(float(bool(signals)))
-                signals = signals or [signal.SIGTERM] * int(all_sum(flag) > 0)
+            stop = bool(all_sum(torch.tensor(float(bool(signals)))))  # all processes stop together
             due = last or settings.eval_every and done % settings.eval_every == 0
-            if due or signals or settings.save_every and done % settings.save_every == 0:
+            if due or stop or settings.save_every and done % settings.save_every == 0:
                 save('ckpt.pt')
-            if due and not signals:
+            if due and not (stop and not last):
                 with torch.compiler.set_stance('force_eager'):  # or every new shape would be compiled
                     val_loss = evaluate(called, val_data, cfg.block_size, device, cast, settings.eval_tokens)
                     say(f'{done:>7}/{settings.steps}  validation loss {val_loss:.4f}')
                     log(step=done, val_loss=val_loss)
-                    if settings.sample_tokens and not isinstance(model.embed.weight, DTensor):
+                    if settings.sample_tokens and not (world() > 1 and settings.parallel == 'fsdp'):
                         say(sample_text(model, tok, settings.sample_tokens))
                 if val_loss < best:
                     best = val_loss
                     save('best.pt', resumable=False)
     if rank() == 0:
         draw(log_path, os.path.join(settings.out, 'loss.png'))
-    if signals:
+    if stop and done < settings.steps:
         say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
-        return 128 + signals[0]
+        return 128 + (signals or [signal.SIGTERM])[0]
     prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(name, 'The ')
     say(f'{time.perf_counter() - began:.0f} s, validation loss {best:.4f}. Read more of it with: python sample.py '
         f'--out={settings.out} --prompt="{prompt}"')
