@@ -9,7 +9,8 @@
 
 A table for people, then one line of JSON for scripts; curves go to a PNG. The first runs of anything are dropped, the
 device is waited for, and a figure is the median of several repeats with their spread (half the range, in percent).
-Compilation and evaluation are never inside. --compare=FILE sets an earlier JSON beside it: hack, measure, compare.
+What is one run alone says so in its title. Compilation and evaluation are never inside. --compare=FILE sets an earlier
+JSON beside it: hack, measure, compare.
 """
 import json
 import math
