@@ -6,7 +6,7 @@
     inference     the KV cache, the paged KV cache, picking a token, generate
     arithmetic    FLOPs and cache bytes of a token
 
-Shape comments use these letters:
+Shape comments use these letters (in code, F is torch.nn.functional):
     B rows        T tokens in this call     S tokens visible, cached and new     V vocabulary
     C n_embd      H query heads             K key/value heads                    D head width
     F MLP width   E experts                 A experts a token visits             L layers
@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Config:
-    """Sizes and switches of a model, by default the Llama block. Impossible values raise ValueError."""
+    """Sizes and switches, by default the Llama block's; most zeros mean derived or off. Bad values raise ValueError."""
     vocab_size: int = 256        # token ids that exist
     vocab_multiple: int = 1      # rows of embedding and head are padded to a multiple of this; 64 suits a GPU
     block_size: int = 1024       # longest sequence, in tokens
     n_layer: int = 6             # blocks
     n_head: int = 6              # query heads
-    n_kv_head: int = 0           # key/value heads: n_head (0) is MHA, 1 is MQA, between them GQA
+    n_kv_head: int = 0           # key/value heads: 0 means n_head (MHA); 1 is MQA; between them GQA
     n_embd: int = 384            # width of the residual stream
     head_dim: int = 0            # width of a head; 0: n_embd / n_head
     d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd up to the next 128
@@ -39,11 +39,11 @@ class Config:
     bias: bool = False           # biases in every linear layer and LayerNorm, the head and the router aside
     qkv_bias: bool = False       # biases in the query, key and value projection alone
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
-    wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; parallel, with one norm
+    wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)); parallel: x + attn(norm(x)) + mlp(norm(x))
     tie: bool = False            # the head shares the embedding's matrix
     dropout: float = 0.0         # on the embedding and on what each part adds to the residual stream
     pos: str = 'rope'            # rope (rotary) or learned (a vector a position)
-    rope_base: float = 10000.0   # about the longest wavelength of the rotations, over 2 pi
+    rope_base: float = 10000.0   # the slowest pair turns once in about 2 pi times as many tokens
     rope_scaling: str = ''       # linear,factor | llama3,factor,low,high,length | yarn,factor,length,fast,slow,m,m_all
     window: int = 0              # keys a query sees, itself included; 0: all before it
     causal: bool = True          # false: an encoder, every token sees every token; no loss, no cache, no generation
@@ -73,10 +73,10 @@ class Config:
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f'n_embd {self.n_embd} is no multiple of n_head {self.n_head}: change one or set head_dim')
         self.n_kv_head, self.head_dim = self.n_kv_head or self.n_head, self.head_dim or self.n_embd // self.n_head
-        self.d_ff = self.d_ff or (math.ceil(self.n_embd / 48) * 128 if self.mlp == 'swiglu' else 4 * self.n_embd)
+        self.d_ff = self.d_ff or (math.ceil(self.n_embd * 8/3 / 128) * 128 if self.mlp == 'swiglu' else 4 * self.n_embd)
         self.d_expert, self.v_dim = self.d_expert or self.d_ff, self.v_dim or self.head_dim
         self.vocab_rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple  # of embedding and head
-        for wrong, sentence in conflicts(self):
+        for wrong, sentence in conflicts(self):  # rules on several fields, the last function of this file
             if wrong:
                 raise ValueError(sentence)
         rope_frequencies(self)  # refuses a rope_scaling that it can't read
@@ -84,7 +84,7 @@ class Config:
 
 FAMILIES = {  # what differs from the default; ranks, windows and experts in sizes that suit a small model
     'gpt1': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True, wiring='post'),
-    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),    # GPT-3 too, made dense
+    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),    # GPT-3 too, but dense
     'llama': dict(),
     'llama3': dict(n_kv_head=2, rope_base=5e5),
     'llama3.1': dict(n_kv_head=2, rope_base=5e5, rope_scaling='llama3,8,1,4,8192'),
@@ -112,7 +112,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if cfg.bias and self.kind == 'layer' else None
 
     def forward(self, x):
-        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        weight, bias = (p if p is None else p.float() for p in (self.weight, self.bias))
         if self.kind == 'rms':
             return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
@@ -128,7 +128,7 @@ def rope_frequencies(cfg, device=None):
 
 class Rope(nn.Module):
     """Rotary positions (arXiv:2104.09864): pair i of a head, (x[i], x[i + D/2]), turns by position * frequency[i].
-    The tables follow the model's device but stay fp32 whatever it is cast to: bf16 can't tell 2045 from 2047."""
+    The tables follow the model's device but are never cast: in bf16 positions 2045 and 2047 are the same."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -141,8 +141,8 @@ class Rope(nn.Module):
         self.register_buffer('cos', angle.cos() * factor, persistent=False)
         self.register_buffer('sin', angle.sin() * factor, persistent=False)
 
-    def _apply(self, fn, recurse=True):  # what .to(), .to_empty(), .half(), ... call
-        try:  # to ask where fn would put the tables
+    def _apply(self, fn, recurse=True):  # .to(), .to_empty(), .half(), ... land here
+        try:  # where would fn put the tables?
             device = fn(self.cos.new_empty(0)).device
         except NotImplementedError:  # nothing can be copied from meta
             device = fn(torch.empty(0)).device
@@ -168,7 +168,7 @@ class Fused(nn.Linear):
 
 
 def attend(q, k, v, mask, causal, scale=None):
-    """softmax(scale * q k^T) v. Without a mask, causal or not, CUDA takes its flash kernel; no scale is 1/sqrt(D)."""
+    """softmax(scale * q k^T) v; scale None is 1/sqrt(D). CUDA's flash kernel takes causal or not, but never a mask."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale,
                                           enable_gqa=q.shape[1] != k.shape[1])
 
@@ -200,7 +200,7 @@ def swiglu(gate, up):  # arXiv:2002.05202
 
 
 class MLP(nn.Module):
-    """Up to F, a nonlinearity, and down again."""
+    """Up to the wider F, a nonlinearity, and down again."""
 
     def __init__(self, cfg, width):
         super().__init__()
@@ -237,7 +237,7 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def init_weights(model):
-    """GPT-2's: normal(0, 0.02), 1/sqrt(2 L) of that in the two matrices of a block that write to the stream."""
+    """GPT-2's: normal(0, 0.02); a block's two matrices that write to the residual stream get 1/sqrt(2 L) of that."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
             writes = 'w_out' in name or 'w_down' in name
@@ -267,10 +267,12 @@ class Transformer(nn.Module):
         T = x.shape[1]
         if T > self.cfg.block_size:
             raise ValueError(f'{T} tokens are more than block_size {self.cfg.block_size}')
+        if cache is not None and len(x) != len(cache.lengths):
+            raise ValueError(f'{len(x)} rows of tokens do not fit a cache of {len(cache.lengths)} rows')
         pos = torch.arange(T, device=x.device)[None] if cache is None else cache.extend(T)  # (1 or B, T)
         S = T if cache is None else cache.visible
-        mask = None  # CUDA's flash kernel takes none, so it is built only where is_causal, which counts from slot 0, is
-        if S > T or self.cfg.window:  # not enough: with cached tokens or a window
+        mask = None  # attend's is_causal is enough, and lets CUDA's flash kernel run, which takes no mask,
+        if S > T or self.cfg.window:  # but not with a window, nor after cached tokens: it puts query 0 at slot 0
             query, key = pos[:, None, :, None], torch.arange(S, device=x.device)  # (1 or B, 1, T, 1), (S,)
             mask = (key <= query) & (key > query - (self.cfg.window or S))        # (1 or B, 1, T, S)
         if not x.is_floating_point():
@@ -292,26 +294,26 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
 
     def loss(self, x, targets):
-        """Mean of nll over the targets that are not -1; 0 without any. Logits that would be large never exist whole."""
+        """Mean of nll over the targets that are not -1; 0 without any. Large logits are made in chunks, never whole."""
         x, targets = x.flatten(0, 1), targets.flatten()              # (B * T, C), (B * T,)
-        n = max(1, self.logits_at_once // self.cfg.vocab_size)
+        n = max(1, self.logits_at_once // self.cfg.vocab_size)       # tokens of a chunk
         # a chunk's logits are made again in the backward pass
         nll = self.nll if len(x) <= n else partial(checkpoint, self.nll, use_reentrant=False)
         total = sum(nll(*chunk) for chunk in zip(x.split(n), targets.split(n)))
         return total / (targets != -1).sum().clamp(min=1)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) to (logits, None), those of the last position (B, 1, V) unless all are asked for; with targets
-        (B, T), where -1 is ignored, to (None, loss in nats per target)."""
+        """Ids (B, T) to (logits, None), of the last position (B, 1, V) or of all (B, T, V). With targets (B, T), -1 for
+        none, to (None, loss): nats per target, in training plus the experts' balance term."""
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x if all_logits else x[:, -1:]), None
         if not self.cfg.causal:
             raise ValueError('causal=false: each token sees its target, so there is no next-token loss')
         loss = self.loss(x, targets)
-        if self.training and self.cfg.n_expert:
+        if self.training and self.cfg.n_expert:  # each MixtureOfExperts has left its term: popped, no graph stays
             weight = (targets != -1).sum(1)                          # (B,): rows count as their targets do in the loss
-            balance = sum(vars(block.mlp).pop('balance') for block in self.blocks[self.cfg.n_dense:])  # (B,)
+            balance = sum(vars(block.mlp).pop('balance', 0) for block in self.blocks[self.cfg.n_dense:])  # (B,)
             loss = loss + self.cfg.balance * (balance * weight).sum() / weight.sum().clamp(min=1)
         return None, loss
 
@@ -338,12 +340,12 @@ def scale_frequencies(cfg, freq):
         if kind == 'llama3':       # slow pairs squeezed, fast ones kept, a ramp between (Llama 3.1's reference code)
             factor, low, high, length = numbers
             turns = length * freq / (2 * math.pi)                        # (D/2,), of each pair over the trained length
-            keep = ((turns - low) * (1 / (high - low))).clamp(0, 1)
+            keep = ((turns - low) * (1 / (high - low))).clamp(0, 1)      # as floats: 1 / 0 raises
             return freq * (keep + (1 - keep) / factor), 1.0
         if kind == 'yarn':         # the same, the ramp drawn over the pairs' indices (arXiv:2309.00071)
             factor, length, fast, slow, mscale, mscale_all_dim = numbers
             first, last = (width * math.log(length / (2 * math.pi * times)) / (2 * math.log(cfg.rope_base))
-                           for times in (fast, slow))                    # which pair turns so many times
+                           for times in (fast, slow))                    # the pair that turns so often in the length
             first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
             squeeze = ((torch.arange(len(freq), device=freq.device) - first) / max(last - first, 0.001)).clamp(0, 1)
             sharpen = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
@@ -385,7 +387,7 @@ class LatentAttention(nn.Module):
         k_rope = self.rope(k_rope[:, :, None], pos).transpose(1, 2)      # (B, 1, T, R)
         if cache is not None:
             latent, k_rope = cache.update(self.layer, latent, k_rope)    # (B, 1, S, rank), (B, 1, S, R)
-        form = self.absorbed if latent.shape[2] > x.shape[1] else self.expanded
+        form = self.absorbed if latent.shape[2] > x.shape[1] else self.expanded  # S > T: something was cached
         y = form(q, q_rope, latent, k_rope, mask)                      # (B, H, T, v_dim)
         return self.w_out(y.transpose(1, 2).flatten(2))                  # (B, T, C)
 
@@ -462,7 +464,7 @@ class KVCache:
 
     def __init__(self, cfg, batch, max_len, device=None, dtype=None, static=False):
         self.max_len, self.static = max_len, static
-        # a tensor a layer, so that a compiled step writes in place; not empty: 0 * NaN is NaN, hidden or not
+        # a tensor a layer: a compiled step writes in place; zeros: a hidden slot weighs 0, but 0 * NaN is NaN
         self.k, self.v = ([torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
                            for _ in range(cfg.n_layer)] for heads, width in cache_shape(cfg, max_len))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held by each row
@@ -470,7 +472,7 @@ class KVCache:
 
     def extend(self, T):
         """Room for T more tokens in every row; returns their positions (B, T). Once per forward, before update."""
-        visible = self.max_len if self.static and self.visible else self.visible + T
+        visible = self.max_len if self.static and self.visible else self.visible + T  # static from the second call on
         if visible > self.max_len:
             raise ValueError(f'{visible} tokens are more than the {self.max_len} that this cache has room for')
         self.visible = visible
@@ -479,7 +481,7 @@ class KVCache:
         return self.pos
 
     def update(self, layer, k, v):
-        """Stores the new (B, K, T, D) of a layer and returns all that is visible, (B, K, S, D). Once per layer."""
+        """Stores a layer's new k, v (B, K, T, D) and returns all that is visible, (B, K, S, D). Once per layer."""
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         for store, new in ((self.k[layer], k), (self.v[layer], v)):
             store[row, :, self.pos] = new.transpose(1, 2).to(store.dtype)   # (B, T, K, D)
@@ -488,8 +490,7 @@ class KVCache:
     def truncate(self, length):
         """Forgets the tokens from position `length` on: an int, or one per row (B,)."""
         self.lengths.copy_(self.lengths.minimum(torch.as_tensor(length, device=self.lengths.device)))
-        longest = int(self.lengths.max())
-        self.visible = self.max_len if self.static and longest else longest
+        self.visible = self.max_len if self.static and self.lengths.any() else int(self.lengths.max())
 
     def repeat(self, n):
         """Each row n times, neighbours of each other: prefill a prompt once, sample it n times."""
@@ -502,8 +503,8 @@ class KVCache:
 
 
 class PagedKVCache:
-    """The same four verbs over a pool of n_blocks (0: enough for all) of `block` tokens: a row owns the blocks that it
-    has filled and gives them back on truncate. Saves memory, costs time: each update gathers the rows' blocks."""
+    """The same four verbs over a pool of n_blocks (0: for `batch` full rows) of `block` tokens: a row owns the blocks
+    it has filled and gives them back on truncate. Saves memory, costs time: each update gathers the rows' blocks."""
 
     def __init__(self, cfg, batch, max_len, block=16, n_blocks=0, device=None, dtype=None):
         self.max_len, self.block = max_len, block
@@ -515,7 +516,7 @@ class PagedKVCache:
         self.lengths, self.visible = [0] * batch, 0
 
     def reserve(self, lengths, tables):
-        """Blocks for rows of these lengths that have these tables so far, or a refusal that changes nothing."""
+        """Grows the rows' tables to hold these lengths, and adopts both; a refusal changes nothing."""
         need = [-(-n // self.block) - len(table) for n, table in zip(lengths, tables)]
         if max(lengths) > self.max_len:
             raise ValueError(f'{max(lengths)} tokens are more than the {self.max_len} that this cache allows a row')
@@ -553,7 +554,7 @@ class PagedKVCache:
 
     def repeat(self, n):
         source = [b for table in self.tables for _ in range(n) for b in table]
-        tables = [table if i == 0 else [] for table in self.tables for i in range(n)]
+        tables = [table if i == 0 else [] for table in self.tables for i in range(n)]  # the first copy keeps its blocks
         self.reserve([length for length in self.lengths for _ in range(n)], tables)
         target = [b for table in self.tables for b in table]
         self.k[:, target], self.v[:, target] = self.k[:, source], self.v[:, source]
@@ -565,20 +566,20 @@ class PagedKVCache:
 
 def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     """One id a row, (B,), from logits (B, V) and one number in [0, 1) a row, (B,). Temperature 0 takes the likeliest.
-    top_k keeps exactly that many (0: all); top_p keeps the likeliest whose sum before them is below it
-    (arXiv:1904.09751), always the first. A row of logits without a finite maximum gives -1."""
+    top_k keeps exactly that many (0: all); top_p keeps an id if the likelier ones sum to less than it
+    (arXiv:1904.09751), so always the first. A row of logits without a finite maximum gives -1."""
     values = logits.float()                                              # (B, V)
     ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
     best, choice = values.max(-1, keepdim=True)                          # (B, 1) twice; NaN wins a max
     if temperature > 0:
         if 0 < top_k < logits.shape[-1] or top_p < 1:
             values, ids = values.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # (B, k), falling
-        probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # a floor that fp32 can divide by
+        probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # fp32 rounds less to 0
         if top_p < 1:
             before = probs.cumsum(-1) - probs
             probs = probs.where((before < top_p) | (before == 0), 0)
         total = probs.cumsum(-1)
-        mark = noise[:, None] * (1 - 1e-6) * total[:, -1:]               # (B, 1), below the total: it hits some id
+        mark = noise[:, None] * (1 - 1e-6) * total[:, -1:]               # (B, 1), strictly below the total
         choice = ids.gather(1, torch.searchsorted(total, mark, right=True).clamp(max=total.shape[-1] - 1))
     return choice.where(best.isfinite(), -1)[:, 0]
 
@@ -600,7 +601,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     idx: prompts, (B, T) or a list of 1-D tensors; each is prefilled once and sampled `repeat` times, neighbours of each
     other. Sample j of a prompt draws by (seed, j) whatever else is in the batch, so a row is what it would be alone.
     stop(row, id) -> True ends a row; from then on it yields -1 and holds no cache.
-    cache: of as many rows as prompts, emptied first; contiguous by default. step: a compiled model.
+    cache: of as many rows as prompts, emptied first, widened by `repeat`; contiguous by default. step: model, compiled.
     A row that outgrows the cache's max_len goes on from the newest half of what it held; all rows are then prefilled
     again together. Raises ValueError for impossible arguments and FloatingPointError for logits that are not finite."""
     cfg, device, step = model.cfg, model.embed.weight.device, model if step is None else step
@@ -608,12 +609,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     for wrong, sentence in (
             (not cfg.causal, 'causal=false: an encoder does not generate'),
             (not rows or not all(rows), 'a prompt is empty: give it at least one token'),
-            (any(not 0 <= i < cfg.vocab_size for row in rows for i in row),
-             f'a prompt has ids outside the vocabulary of {cfg.vocab_size}'),
+            (not all(0 <= i < cfg.vocab_size for row in rows for i in row), f'ids must be below {cfg.vocab_size}'),
             (not 0 <= temperature < math.inf, f'temperature is {temperature}, but must be 0 or more'),
             (top_k < 0, f'top_k is {top_k}, but must be 0 (off) or more'),
             (not 0 <= top_p <= 1, f'top_p is {top_p}, but must be in [0, 1]'),
-            (repeat < 1, f'repeat is {repeat}, but must be at least 1')):
+            (repeat < 1 or max_new_tokens < 0, f'repeat {repeat} or max_new_tokens {max_new_tokens} is too small')):
         if wrong:
             raise ValueError(sentence)
     if cache is None:
@@ -626,7 +626,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     if repeat > 1:
         cache.repeat(repeat)
         logits = logits.repeat_interleave(repeat, dim=0)                 # (B, V)
-    rows = [row[-cache.max_len:] for row in rows for _ in range(repeat)]    # what the next token can depend on
+    rows = [row[-cache.max_len:] for row in rows for _ in range(repeat)]    # ids so far, the newest not yet cached
     alive = [True] * len(rows)
     for n in range(max_new_tokens):
         token = pick(logits, noise[:, n], temperature, top_k, top_p)     # (B,)
@@ -640,7 +640,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
                 alive[r] = stop is None or not stop(r, i)
         if not any(alive) or n + 1 == max_new_tokens:
             return
-        rows = [row if on else [] for row, on in zip(rows, alive)]
+        rows = [row if on else [] for row, on in zip(rows, alive)]       # a stopped row stays in the batch, empty
         if max(map(len, rows)) > cache.max_len:
             rows = [row[-max(1, cache.max_len // 2):] if len(row) > cache.max_len else row for row in rows]
             cache.truncate(0)
@@ -655,21 +655,21 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
 
 
 def matmul_params(cfg):
-    """The N of the 2N rule: weights that one token is multiplied with. The head is among them, embeddings are looked
-    up and are not; of the experts those that a token visits."""
+    """The N of "2N FLOPs a token": weights that a token is multiplied with. The head is among them; embeddings, which
+    are looked up, are not; of the experts those that a token visits."""
     C, H, D, mats = cfg.n_embd, cfg.n_head, cfg.head_dim, 3 if cfg.mlp == 'swiglu' else 2
     attn = C * (H + 2 * cfg.n_kv_head) * D + H * D * C
     if cfg.kv_rank:
         attn = (C * cfg.q_rank + cfg.q_rank * H * D if cfg.q_rank else C * H * D) + C * (cfg.kv_rank + cfg.rope_dim) \
             + cfg.kv_rank * H * (D - cfg.rope_dim + cfg.v_dim) + H * cfg.v_dim * C
-    n_moe = cfg.n_layer - cfg.n_dense if cfg.n_expert else 0
+    n_moe = max(0, cfg.n_layer - cfg.n_dense) if cfg.n_expert else 0
     experts = C * cfg.n_expert + mats * C * cfg.d_expert * (cfg.n_active + cfg.n_shared)
     return cfg.n_layer * attn + (cfg.n_layer - n_moe) * mats * C * cfg.d_ff + n_moe * experts + C * cfg.vocab_rows
 
 
 def flops_per_token(cfg, T):
     """Forward FLOPs a token in a sequence of T: 2N for the matrices, 2 L T H (D_qk + D_v) for scores and values, which
-    is 4 L T d when H D = d. All T x T scores count (PaLM, arXiv:2204.02311, appendix B); a causal kernel makes half.
+    is 4 L T C when H D = C. All T x T scores count (PaLM, arXiv:2204.02311, appendix B); a causal kernel makes half.
     Training is 3 times this: the backward pass makes two gradients of each product."""
     return 2 * matmul_params(cfg) + 2 * cfg.n_layer * T * cfg.n_head * (cfg.head_dim + cfg.v_dim)
 
