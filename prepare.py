@@ -4,6 +4,11 @@
     python prepare.py my.txt         a text of your own
     python prepare.py stdlib         the source of this Python's standard library: needs no network
     python prepare.py openwebtext    GPT-2's corpus in gpt2 tokens, a download of 13 GB; --docs=N takes a slice
+    python prepare.py weights SRC --out=DIR    published weights to DIR/ckpt.pt. SRC: a folder with config.json and
+        *.safetensors, or with Meta's consolidated.00.pth and params.json; a .bin of llama2.c; a ckpt.pt of nanoGPT; or
+        the name of a model on the Hugging Face hub (HF_TOKEN for gated ones)
+    python prepare.py export SRC --to=DIR      a checkpoint, or a folder with one, to a folder for transformers, vLLM,
+        llama.cpp
 """
 import base64
 import difflib
@@ -25,15 +30,14 @@ import time
 import unicodedata
 from collections import namedtuple
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import numpy as np
 import requests
@@ -111,9 +115,9 @@ def command_line(argv, about, *classes, presets=None, words=0):
     Options are the fields of the dataclasses. Up to `words` bare words that are no presets come back as 'words', the
     names of the presets, where there are any, as 'presets'."""
     presets, kinds = presets or {}, {}
-    for cls in classes:
-        assert not kinds.keys() & get_type_hints(cls).keys(), f'{cls.__name__} repeats an option'
-        kinds |= get_type_hints(cls)
+    for field in (field for cls in classes for field in fields(cls)):
+        assert field.name not in kinds, f'{field.name} repeats an option'
+        kinds[field.name] = field.type
     values, flags, used, rest = {'words': []} if words else {}, {}, [], list(argv)
     while rest:
         word = rest.pop(0)
@@ -143,12 +147,17 @@ def command_line(argv, about, *classes, presets=None, words=0):
 
 
 def help_text(about, classes, presets):
-    lines = [about.strip(), ''] + [f'  {name:18}' + ' '.join(f'--{key}={value}' for key, value in values.items())
-                                   for name, values in presets.items()] + ['']
-    for cls in classes:  # the comment beside a field is its help
-        comments = dict(re.findall(r'^    (\w+): .*?  # *(.*)$', inspect.getsource(cls), re.MULTILINE))
-        lines += [f'  {f"--{f.name}={f.default}":26}{comments.get(f.name, "")}' for f in fields(cls)]
-    return '\n'.join(lines)
+    """The module's docstring, what each preset changes, and each field with its default and the comment beside it."""
+    defaults = {field.name: field.default for cls in classes for field in fields(cls)}
+    comments = {name: comment for cls in classes for name, comment in re.findall(
+        r'^    (\w+): .*?  # *(.*)$', inspect.getsource(cls), re.MULTILINE)}
+    changes = {name: {key: value for key, value in values.items() if value != defaults.get(key)}
+               for name, values in presets.items()}
+    lines = [f'  {name:18}' + ' '.join(f'--{key}={value}' for key, value in changed.items())
+             for name, changed in changes.items()]
+    shown = {name: repr(value).strip("'") for name, value in defaults.items()}  # a line end as \\n
+    options = [f'  {f"--{name}={value}":26}{comments.get(name, "")}' for name, value in shown.items()]
+    return '\n'.join([about.strip(), '', *lines, '', *options])
 
 
 def build(cls, values):
@@ -231,7 +240,7 @@ def peak(name):
     words = set(re.split(r'[\s-]+', name.strip().upper()))
     for entry, figures in PEAKS.items():
         wanted = set(entry.upper().split())
-        if wanted <= words and not words - wanted & ANOTHER_CARD & words:
+        if wanted <= words and not ANOTHER_CARD & (words - wanted):
             return dict(zip(('bf16', 'fp16', 'fp32', 'gbs', 'gb'), figures))
     return None
 
@@ -241,7 +250,8 @@ def device_name(device):
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     if device.type == 'mps':
-        return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], stdout=subprocess.PIPE,
+                              text=True).stdout.strip()
     return 'cpu'
 
 
@@ -287,17 +297,18 @@ def fetch_rest(url, part, headers):
     """One request for what the file `part` still lacks; yields (bytes so far, bytes in all or 0) as they come."""
     note = part + '.version'  # of which file on the server the bytes so far are
     have = os.path.getsize(part) if os.path.exists(note) and os.path.exists(part) else 0
-    headers = {**(headers or {}), 'Accept-Encoding': 'identity', **({'Range': f'bytes={have}-'} if have else {})}
-    with requests.get(url, headers=headers, stream=True, timeout=(10, 60)) as answer:
+    if have and read_text(note).endswith(f' {have}'):  # all of it
+        return
+    asked = {**(headers or {}), 'Accept-Encoding': 'identity', **({'Range': f'bytes={have}-'} if have else {})}
+    with requests.get(url, headers=asked, stream=True, timeout=(10, 60)) as answer:
         span = answer.headers.get('Content-Range', '')
         size = (span or answer.headers.get('Content-Length', '')).rpartition('/')[2]
         whole = int(size) if size.isdecimal() else 0
         version = f'{answer.headers.get("ETag")} {whole}'
-        if answer.status_code == 416 and have == whole:
+        if have and (answer.status_code == 416 or answer.status_code == 206 and version != read_text(note)):
+            os.remove(note)  # the file has changed: all of it again
+            yield from fetch_rest(url, part, headers)
             return
-        if answer.status_code == 416 or answer.status_code == 206 and version != read_text(note):
-            os.truncate(part, 0)
-            raise requests.ConnectionError('the file has changed')
         answer.raise_for_status()
         with open(part, 'ab' if answer.status_code == 206 else 'wb') as file:  # 200: the whole, ranges or not
             Path(note).write_text(version, encoding='utf-8')
@@ -411,6 +422,7 @@ def tiktoken_encoding(description):
                       "to a copy of another machine's tiktoken cache, or use --tokenizer=bytes.") from None
 
 
+@cache
 def named_tokenizer(name):
     """The tokenizer of the command line's --tokenizer: bytes, an encoding of tiktoken, or that of a checkpoint."""
     if name not in ('bytes', *tiktoken.list_encoding_names()) and os.path.exists(name):
@@ -429,7 +441,7 @@ def data_folder(name):
 
 def load_data(name):
     """The training tokens, the validation tokens, both memory-mapped, and meta.json of a prepared data set."""
-    folder, splits = data_folder(name), []
+    folder, splits = data_folder(Path(name).stem if name.endswith('.txt') else name), []
     if not os.path.exists(os.path.join(folder, 'meta.json')):
         what = name if name in DATA_SETS or name.endswith('.txt') else f'{os.path.basename(name)}.txt'
         raise Refusal(f'There is no finished data set in {folder}; make it with: python prepare.py {what}')
@@ -466,7 +478,7 @@ def write_dataset(folder, tok, source, chunks):
     return folder
 
 
-def prepare_text(path, tokenizer_name='bytes', out='', val_fraction=0.1):
+def prepare_text(path, tokenizer='bytes', out='', val_fraction=0.1):
     """A data set from a UTF-8 file, named after it; the end of the text is for validation."""
     try:
         text = Path(path).read_bytes().decode().removeprefix('\ufeff').replace('\r\n', '\n').replace('\r', '\n')
@@ -475,28 +487,30 @@ def prepare_text(path, tokenizer_name='bytes', out='', val_fraction=0.1):
                       f'first, for example: iconv -f latin1 -t utf-8 {path} > utf8.txt') from None
     except OSError as error:
         raise Refusal(f'Can not read the text {path} ({error.strerror}){nearest(path, DATA_SETS)}') from None
-    tok, cut, step = named_tokenizer(tokenizer_name), int(len(text) * (1 - val_fraction)), 1 << 24
+    if not 0 < val_fraction < 1:
+        raise Refusal(f'val_fraction is {val_fraction}, but must be between 0 and 1.', code=2)
+    tok, cut, step = named_tokenizer(tokenizer), int(len(text) * (1 - val_fraction)), 1 << 24
     parts = (('train', text[:cut]), ('val', text[cut:]))
     pieces = ((split, part[i:i + step]) for split, part in parts for i in range(0, len(part), step))  # saves memory
     return write_dataset(data_folder(out or os.path.join(ROOT, 'data', Path(path).stem)), tok, path,
                          ((split, tok.encode(piece), len(piece.encode())) for split, piece in pieces))
 
 
-def prepare_shakespeare(tokenizer_name='bytes', out='', val_fraction=0.1):
+def prepare_shakespeare(tokenizer='bytes', out='', val_fraction=0.1):
     raw = os.path.join(ROOT, 'data', 'tinyshakespeare', 'input.txt')
     download('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt', raw,
              '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
-    return prepare_text(raw, tokenizer_name, out or os.path.dirname(raw), val_fraction)
+    return prepare_text(raw, tokenizer, out or os.path.dirname(raw), val_fraction)
 
 
-def prepare_stdlib(tokenizer_name='bytes', out='', val_fraction=0.1):
+def prepare_stdlib(tokenizer='bytes', out='', val_fraction=0.1):
     """The modules directly in this Python's standard library: text that is there without a network."""
     raw = os.path.join(ROOT, 'data', 'stdlib', 'input.txt')
     with write_atomically(raw) as file:
         for path in sorted(Path(sysconfig.get_path('stdlib')).glob('*.py')):
             if not path.name.startswith('_sysconfigdata'):
                 file.write(path.read_bytes())
-    return prepare_text(raw, tokenizer_name, out or os.path.dirname(raw), val_fraction)
+    return prepare_text(raw, tokenizer, out or os.path.dirname(raw), val_fraction)
 
 
 class GrowingFile:
@@ -529,7 +543,7 @@ def documents(stream):
 
 def tokenize_documents(name, first, texts):
     """Runs in a worker: chunks for write_dataset. Every 2000th document of the corpus is for validation."""
-    tok = named_tokenizer(name)  # a batch is large and tiktoken keeps its encodings, so this costs nothing
+    tok = named_tokenizer(name)
     end = tok.encode('\n\n') if tok.eot is None else [tok.eot]
     return [('train' if i % 2000 else 'val', np.array(tok.encode(text) + end, np.uint32), len(text.encode()))
             for i, text in enumerate(texts, first)]
@@ -551,11 +565,11 @@ def tokenize_in_parallel(name, texts):
                 chunks = waiting.pop(0).result()
                 tokens += sum(len(ids) for _, ids, _ in chunks)
                 show(f'{first:,} documents, {tokens:,} tokens, {tokens / (time.time() - start):,.0f} tokens/s',
-                     last=first % 100_000 == 0)
+                     last=not waiting or batch and first % 100_000 == 0)
                 yield from chunks
 
 
-def prepare_openwebtext(tokenizer_name='gpt2', out='', docs=0, source=''):
+def prepare_openwebtext(tokenizer='gpt2', out='', docs=0, source=''):
     """OpenWebText from its archive, tokenized while it downloads, or from an archive at hand. docs: only so many."""
     ours = os.path.join(ROOT, 'data', 'openwebtext')
     folder, path = data_folder(out or ours), source or os.path.join(ours, 'openwebtext.tar.xz')
@@ -563,17 +577,15 @@ def prepare_openwebtext(tokenizer_name='gpt2', out='', docs=0, source=''):
     if source and not os.path.isfile(source):
         raise Refusal(f'There is no archive {source}: give --source the path of openwebtext.tar.xz.')
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    stream = GrowingFile(OPENWEBTEXT, path + '.part') if growing else open(path, 'rb')  # noqa: SIM115
     try:
-        chunks = tokenize_in_parallel(tokenizer_name, islice(documents(stream), docs if docs > 0 else None))
-        write_dataset(folder, named_tokenizer(tokenizer_name), f'{docs or "all"} documents of {source or OPENWEBTEXT}',
-                      chunks)
+        with closing(GrowingFile(OPENWEBTEXT, path + '.part') if growing else open(path, 'rb')) as stream:
+            chunks = tokenize_in_parallel(tokenizer, islice(documents(stream), docs if docs > 0 else None))
+            what = f'{docs or "all"} documents of {source or OPENWEBTEXT}'
+            write_dataset(folder, named_tokenizer(tokenizer), what, chunks)
     except (lzma.LZMAError, tarfile.TarError, EOFError) as error:
-        stream.close()
         if growing:
             os.remove(path + '.part')
         raise Refusal(f'{path} is cut short or damaged ({error}): delete it and get it again.') from None
-    stream.close()
     if growing and docs <= 0:
         finish_download(path)
     return folder
@@ -590,36 +602,52 @@ def save_checkpoint(path, checkpoint):
         raise error.__context__ if isinstance(error.__context__, OSError) else error
 
 
+def intact(read, path, what='file of its kind: get it again'):
+    """What read(path) returns; a file of another kind can make it fail anywhere."""
+    try:
+        return read(path)
+    except (OSError, Refusal):
+        raise
+    except Exception:
+        raise Refusal(f'{path} is truncated or no {what}.') from None
+
+
+def read_torch(path, *keys, what):
+    """The dict in a file of torch.save, refused without these keys. Its tensors stay on disk until they are used."""
+    def read(path):
+        found = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        if not found.keys() >= {*keys}:
+            raise ValueError
+        return found
+    return intact(read, path, what)
+
+
 def load_checkpoint(path):
-    """The dict in a checkpoint file, or in ckpt.pt of a folder; its tensors stay on disk until they are used."""
+    """The dict in a checkpoint file, or in ckpt.pt of a folder."""
     path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     if not os.path.exists(path):
         raise Refusal(f'There is no checkpoint {path}; train one first, or give the path of another.')
-    try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        if not isinstance(checkpoint, dict) or not {'config', 'model'} <= checkpoint.keys():
-            raise ValueError
-    except PermissionError:
-        raise
-    except Exception:  # noqa: BLE001  a file of another kind can fail anywhere
-        raise Refusal(f'{path} is truncated or no checkpoint of nanoblock; published weights need: '
-                      'python prepare.py weights') from None
-    return checkpoint
+    return read_torch(path, 'config', 'model', what='checkpoint of nanoblock; published weights need: '
+                                                    'python prepare.py weights')
+
+
+def check_shapes(tensors, expected):
+    """Refuses tensors, {name: tensor}, whose names and shapes are not those of `expected`."""
+    want, have = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (expected, tensors))
+    wrong = [f'{name} is {have.get(name, "missing")}, not {want.get(name, "known")}'
+             for name in {**want, **have} if have.get(name) != want.get(name)]
+    if wrong:
+        raise Refusal(f'The weights do not fit their config: {"; ".join(wrong[:5])}.')
 
 
 def load_weights(model, weights, assign=False):
-    """Puts a checkpoint's tensors into a model, copied or, with `assign`, as they are; names and shapes must fit."""
-    expected, found = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), weights))
-    wrong = [f'{name} is {found.get(name, "missing")}, not {expected.get(name, "known")}'
-             for name in {**expected, **found} if found.get(name) != expected.get(name)]
-    if wrong:
-        raise Refusal(f'The weights do not fit their config: {"; ".join(wrong[:5])}.')
+    """Puts a checkpoint's tensors into a model, copied or, with `assign`, as they are."""
+    check_shapes(weights, model.state_dict())
     model.load_state_dict(weights, assign=assign)
 
 
-def load_model(path, device='', dtype=''):
-    """A model in eval mode and the checkpoint it is from. The weights are read once, straight to their place."""
-    device, dtype = pick_device(device, dtype)
+def model_of(path):
+    """A checkpoint's model, whose weights are still on disk, and the checkpoint."""
     checkpoint = load_checkpoint(path)
     try:
         with torch.device('meta'):
@@ -627,6 +655,13 @@ def load_model(path, device='', dtype=''):
     except (TypeError, ValueError) as error:
         raise Refusal(f'{path} has a config that this model.py does not know: {error}.') from None
     load_weights(model, checkpoint['model'], assign=True)
+    return model, checkpoint
+
+
+def load_model(path, device='', dtype=''):
+    """A model in eval mode and the checkpoint it is from. The weights are read once, straight to their place."""
+    device, dtype = pick_device(device, dtype)
+    model, checkpoint = model_of(path)
     return model.to(device=device, dtype=dtype).eval(), checkpoint
 
 
@@ -637,6 +672,9 @@ def decode_step(model):
     def one_row(a, b):
         return (a.mT * b).sum(0, keepdim=True) if a.shape[0] == 1 else NotImplemented
 
+    if reason := no_compiler(model.embed.weight.device):
+        print(f'not compiled: {reason}', file=sys.stderr)
+        return model
     options = dict(fullgraph=not model.cfg.n_expert, dynamic=False)
     if model.embed.weight.is_cuda:
         compiled = torch.compile(model, mode='reduce-overhead', **options)
@@ -684,8 +722,6 @@ PUBLISHED = {  # family; layers, heads, key/value heads (0: as heads), width, ML
 
 def published(name):
     """The Config fields of a published model: its family's switches and its own sizes."""
-    if name not in PUBLISHED:
-        raise Refusal(f'Unknown model {name}{nearest(name, PUBLISHED)}', code=2)
     family, own = PUBLISHED[name]
     return {**FAMILIES[family], **own}
 
@@ -715,7 +751,7 @@ GPT2 = {'embed': 'transformer.wte', 'embed_pos': 'transformer.wpe', 'norm': 'tra
         'block': 'transformer.h.{}.', 'attn_norm': 'ln_1', 'attn.w_qkv': 'attn.c_attn', 'attn.w_out': 'attn.c_proj',
         'mlp_norm': 'ln_2', 'mlp.w_up': 'mlp.c_fc', 'mlp.w_down': 'mlp.c_proj'}
 GPT1 = {**GPT2, 'embed': 'transformer.tokens_embed', 'embed_pos': 'transformer.positions_embed'}
-BUFFERS = re.compile(r'transformer\.h\.\d+\.attn\.(masked_)?bias|transformer\.position_ids|rope\.freqs|'
+BUFFERS = re.compile(r'(transformer\.)?(h\.\d+\.attn\.(masked_)?bias|position_ids)|rope\.(freqs|weight)|'
                      r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')  # masks and tables in old files
 
 # What config.json calls our fields, and what its other fields must be; None: absent will do. Export writes the first.
@@ -841,117 +877,83 @@ def counterpart(cfg):
                   f'{", ".join(differ[closest])}.')
 
 
-def row_order(cfg, role):
-    """The order in which our matrix takes the rows of one of form 'pairs': its rotary pairs are rows 0 1, 2 3, ... of
-    a head; ours are a row of the first half and one of the second. None: as they come."""
+def turn_rows(cfg, form, name, tensor, back=False):
+    """Our matrix from a stack of form 'pairs', whose rotary pairs are rows 0 1, 2 3, ... of a head; ours are a row of
+    the first half and one of the second. `back`: the other way. Any other tensor comes back as it is."""
     H, K, D, R = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.rope_dim or cfg.head_dim
-    heads = {'attn.w_qkv': (H + 2 * K, D), 'attn.w_q': (H, D), 'attn.w_kv_latent': (1, cfg.kv_rank + R),
-             'attn.w_kv': (H, D - R + cfg.v_dim)}.get(role)
-    if heads is None:
-        return None
+    role = name.split('.')[-2]
+    heads = {'w_qkv': (H + 2 * K, D), 'w_q': (H, D), 'w_kv_latent': (1, cfg.kv_rank + R),
+             'w_kv': (H, D - R + cfg.v_dim)}.get(role)
+    if form != 'pairs' or heads is None:
+        return tensor
     rows = torch.arange(math.prod(heads)).view(heads)
-    if role == 'attn.w_kv':  # theirs has each head's key and value together, ours all keys first
-        return torch.cat([part.flatten() for part in rows.split((D - R, cfg.v_dim), dim=1)])
-    turned = rows[:H + K if role == 'attn.w_qkv' else H, -R:]
-    turned.copy_(turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1))
-    return rows.flatten()
+    if role == 'w_kv':  # theirs has each head's key and value together, ours all keys first
+        order = torch.cat([part.flatten() for part in rows.split((D - R, cfg.v_dim), dim=1)])
+    else:
+        turned = rows[:H + K if role == 'w_qkv' else H, -R:]
+        turned.copy_(turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1))
+        order = rows.flatten()
+    return tensor[order.argsort() if back else order]
 
 
-def stack(cfg, names, form):
-    """For each tensor of ours: its name, its shape, the (name, shape) of the published ones stacked in it, whether
-    those are transposed, and their row_order."""
-    with torch.device('meta'):
-        ours = Transformer(cfg).state_dict()
-    for name, tensor in ours.items():
-        layer, role, suffix = re.fullmatch(r'(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?', name).groups()
-        theirs = names[role if suffix else role.replace('mlp', 'expert')].split()
-        if cfg.q_rank and role == 'attn.w_q':
-            theirs = ['self_attn.q_b_proj']
-        if not suffix:  # experts
-            theirs = [word.format(e) for e in range(len(tensor)) for word in theirs]
-        theirs = [(names['block'].format(layer) if layer else '') + word + (suffix or '.weight') for word in theirs]
-        columns, turned = tensor.shape[1:][-1:], form == 'conv1d' and layer is not None and tensor.dim() == 2
-        shares = [1] * len(theirs)
-        if role == 'attn.w_qkv' and len(theirs) == 3:
-            shares = [cfg.n_head, cfg.n_kv_head, cfg.n_kv_head]
-        rows = [tensor.numel() // math.prod(columns) * share // sum(shares) for share in shares]
-        shapes = [(*columns, n) if turned else (n, *columns) for n in rows]
-        yield name, tensor.shape, list(zip(theirs, shapes)), turned, row_order(cfg, role) if form == 'pairs' else None
+def parts(cfg, names, form, name, tensor):
+    """The published tensors in one of ours, (their name, a view of our rows that has their shape)."""
+    layer, role, suffix = re.fullmatch(r'(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?', name).groups()
+    theirs = names[role if suffix else role.replace('mlp', 'expert')].split()
+    if cfg.q_rank and role == 'attn.w_q':
+        theirs = ['self_attn.q_b_proj']
+    if not suffix:  # experts
+        theirs = [word.format(e) for e in range(len(tensor)) for word in theirs]
+        tensor = tensor.flatten(0, 1)
+    shares = [1] * len(theirs)
+    if role == 'attn.w_qkv' and len(theirs) == 3:
+        shares = [cfg.n_head, cfg.n_kv_head, cfg.n_kv_head]
+    turned = form == 'conv1d' and layer and tensor.dim() == 2
+    for word, part in zip(theirs, tensor.split([len(tensor) * share // sum(shares) for share in shares])):
+        yield (names['block'].format(layer) if layer else '') + word + (suffix or '.weight'), part.T if turned else part
 
 
 def convert(cfg, names, form, tensors, dtype=''):
-    """Our state dict from published tensors {name: (shape, dtype, read)}; each is read once, straight to its place."""
-    plan, state = list(stack(cfg, names, form)), {}
-    wanted = {name: shape for _, _, theirs, _, _ in plan for name, shape in theirs}
+    """Our state dict from published tensors, which stay on disk until they are copied straight to their place."""
+    with torch.device('meta'):
+        state = dict(Transformer(cfg).state_dict())
     embed, head = names['embed'] + '.weight', names['lm_head'] + '.weight'
-    tied = cfg.tie and {embed, head} <= tensors.keys() and torch.equal(tensors[embed][2](), tensors[head][2]())
-    tensors = {name: t for name, t in tensors.items() if not BUFFERS.fullmatch(name) and not (tied and name == head)}
-    found = {name: shape for name, (shape, _, _) in tensors.items()}
-    wrong = [f'{name} is {found.get(name, "missing")}, not {wanted.get(name, "known")}'
-             for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
-    if wrong:
-        raise Refusal(f'The tensors do not fit the config: {"; ".join(wrong[:5])}.')
-    stored = {dtype for _, dtype, _ in tensors.values()}
+    if cfg.tie and {embed, head} <= tensors.keys() and torch.equal(tensors[embed], tensors[head]):
+        del tensors[head]
+    tensors = {name: tensor for name, tensor in tensors.items() if not BUFFERS.fullmatch(name)}
+    check_shapes(tensors, dict(part for name in state for part in parts(cfg, names, form, name, state[name])))
+    stored = {tensor.dtype for tensor in tensors.values()}
     dtype = DTYPES[dtype] if dtype else stored.pop() if stored in ({torch.bfloat16}, {torch.float16}) else torch.float32
-    for name, shape, theirs, turned, order in plan:
-        state[name] = torch.empty(shape, dtype=dtype)
-        rows = state[name].view(-1, *shape[1:][-1:]).split([size[-1 if turned else 0] for _, size in theirs])
-        for part, (word, _) in zip(rows, theirs):
-            read = tensors.pop(word)[2]
-            part.copy_(read().T if turned else read())
-        state[name] = state[name] if order is None else state[name][order]
+    for name in state:
+        ours = torch.empty_like(state[name], device='cpu', dtype=dtype)
+        for theirs, part in parts(cfg, names, form, name, ours):
+            part.copy_(tensors[theirs])
+        state[name] = turn_rows(cfg, form, name, ours)
     return state
 
 
-# Each format gives a Config, names and form, the tensors {name: (shape, dtype, read)}, and a tokenizer's description.
+# Each format gives a Config, names and form, the tensors {name: tensor} on disk, and a tokenizer's description.
 
 STORED = {'F32': torch.float32, 'BF16': torch.bfloat16, 'F16': torch.float16, 'F64': torch.float64}
-
-
-def intact(read, path):
-    """What read(path) returns; a file of another kind can make it fail anywhere."""
-    try:
-        return read(path)
-    except (OSError, Refusal):
-        raise
-    except Exception:
-        raise Refusal(f'{path} is cut short or not what its name says: get it again.') from None
 
 
 def read_json(*path):
     return intact(lambda path: json.loads(read_text(path) or '{}'), os.path.join(*path))
 
 
-def read_torch(path):
-    return intact(partial(torch.load, map_location='cpu', weights_only=True, mmap=True), path)
-
-
-def on_disk(path, start, dtype, shape):
-    def read():
-        raw = np.fromfile(path, np.uint8, math.prod(shape) * dtype.itemsize, offset=start)
-        return torch.from_numpy(raw).view(dtype).view(shape)
-    return tuple(shape), dtype, read
-
-
-def in_memory(state):
-    return {name: (tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in state.items()}
-
-
 def read_safetensors(path):
-    """The tensors of a file: 8 bytes of length, a JSON header of that length, raw data."""
-    tensors = {}
-    with open(path, 'rb') as file:
-        start = 8 + int.from_bytes(file.read(8), 'little')
-        room = os.path.getsize(path) - start
-        header = json.loads(file.read(start - 8 if room >= 0 else 0))
+    """The tensors of a file, where they lie: 8 bytes of length, a JSON header of that length, raw data."""
+    raw, tensors = np.memmap(path, np.uint8, 'c'), {}  # 'c', a private copy: torch warns of what is read-only
+    start = 8 + int(raw[:8].view('<u8')[0])
+    header = json.loads(raw[8:start].tobytes())
     header.pop('__metadata__', None)
     for name, about in header.items():
         (first, last), kind = about['data_offsets'], about['dtype']
+        if BUFFERS.fullmatch(name):  # some are of integers
+            continue
         if kind not in STORED:
             raise unsupported(f'dtype of {name}', kind, STORED)
-        if not 0 <= first <= last <= room or last - first != math.prod(about['shape']) * STORED[kind].itemsize:
-            raise ValueError
-        tensors[name] = on_disk(path, start + first, STORED[kind], about['shape'])
+        tensors[name] = torch.from_numpy(raw[start + first:start + last]).view(STORED[kind]).view(about['shape'])
     return tensors
 
 
@@ -968,8 +970,8 @@ def hugging_face(folder):
         if not os.path.exists(os.path.join(folder, file)):
             raise Refusal(f'{folder} has no {file}.')
         tensors.update(intact(read_safetensors, os.path.join(folder, file)))
-    names, form = ARCHITECTURES[config['architectures'][0]][2:4]
-    if names in (GPT1, GPT2):  # the oldest files leave the first word out
+    _, _, names, form, *_ = ARCHITECTURES[config['architectures'][0]]
+    if form == 'conv1d':  # the oldest files leave the first word out
         tensors = {re.sub(r'^(?!transformer\.|lm_head\.)', 'transformer.', name): t for name, t in tensors.items()}
     return cfg, names, form, tensors, hugging_face_tokenizer(folder, config)
 
@@ -1008,45 +1010,38 @@ def meta(folder):
         raise Refusal('use_scaled_rope is True, but params.json has no factor: take the Hugging Face folder.')
     if not os.path.exists(path) or os.path.exists(os.path.join(folder, 'consolidated.01.pth')):
         raise Refusal(f'{folder} holds no model in one file consolidated.00.pth; those in parts are not supported.')
-    tensors = in_memory(read_torch(path))
-    if not {'tok_embeddings.weight', 'layers.0.feed_forward.w1.weight'} <= tensors.keys():
-        raise Refusal(f'{path} is no Llama: tok_embeddings.weight or layers.0.feed_forward.w1.weight is missing.')
+    tensors = read_torch(path, 'tok_embeddings.weight', 'layers.0.feed_forward.w1.weight', what="Llama of Meta's")
     cfg = build(Config, dict(  # positions are never learned, so a block_size that Meta doesn't state is a choice
         n_layer=params['n_layers'], n_embd=params['dim'], n_head=params['n_heads'], norm_eps=params['norm_eps'],
-        n_kv_head=params.get('n_kv_heads') or 0, d_ff=tensors['layers.0.feed_forward.w1.weight'][0][0],
-        vocab_size=tensors['tok_embeddings.weight'][0][0], block_size=params.get('max_seq_len', 4096),
+        n_kv_head=params.get('n_kv_heads') or 0, d_ff=len(tensors['layers.0.feed_forward.w1.weight']),
+        vocab_size=len(tensors['tok_embeddings.weight']), block_size=params.get('max_seq_len', 4096),
         rope_base=params.get('rope_theta', 10000.0)))
     return cfg, META, 'pairs', tensors, meta_tokenizer(os.path.join(folder, 'tokenizer.model'), cfg.vocab_size)
 
 
 def llama2c(path):
     """llama2.c's first .bin: seven int32, then fp32 tensors in an order of its own, each for all layers at once."""
-    dim, hidden, L, H, K, V, T = np.fromfile(path, '<i4', 7).tolist() if os.path.getsize(path) > 28 else [0] * 7
-    cfg = build(Config, dict(n_embd=dim, d_ff=hidden, n_layer=L, n_head=H, n_kv_head=K, vocab_size=abs(V), block_size=T,
-                             tie=V > 0))
-    tensors, start, kv_dim = {}, 28, K * cfg.head_dim
-    for name, *shape in (
-            ('tok_embeddings', abs(V), dim), ('layers.{}.attention_norm', dim), ('layers.{}.attention.wq', dim, dim),
-            ('layers.{}.attention.wk', kv_dim, dim), ('layers.{}.attention.wv', kv_dim, dim),
-            ('layers.{}.attention.wo', dim, dim), ('layers.{}.ffn_norm', dim),
-            ('layers.{}.feed_forward.w1', hidden, dim), ('layers.{}.feed_forward.w2', dim, hidden),
-            ('layers.{}.feed_forward.w3', hidden, dim), ('norm', dim), ('rope', T, cfg.head_dim),
-            ('output', abs(V), dim))[:12 if V > 0 else 13]:
-        for layer in range(L if '{}' in name else 1):
-            tensors[name.format(layer) + '.weight'] = on_disk(path, start, torch.float32, shape)
-            start += 4 * math.prod(shape)
-    del tensors['rope.weight']  # tables of cos and sin
-    if start != os.path.getsize(path):
-        raise Refusal(f'{path} is cut short or not of llama2.c\'s first format: its header asks for {start} bytes.')
+    raw = torch.from_numpy(np.memmap(path, '<i4', 'c'))
+    dim, hidden, L, H, K, V, T = raw[:7].tolist()
+    cfg = Config(n_embd=dim, d_ff=hidden, n_layer=L, n_head=H, n_kv_head=K, vocab_size=abs(V), block_size=T, tie=V > 0)
+    kv_dim = K * cfg.head_dim
+    shapes = {name.format(layer) + '.weight': shape for name, *shape in (
+        ('tok_embeddings', abs(V), dim), ('layers.{}.attention_norm', dim), ('layers.{}.attention.wq', dim, dim),
+        ('layers.{}.attention.wk', kv_dim, dim), ('layers.{}.attention.wv', kv_dim, dim),
+        ('layers.{}.attention.wo', dim, dim), ('layers.{}.ffn_norm', dim), ('layers.{}.feed_forward.w1', hidden, dim),
+        ('layers.{}.feed_forward.w2', dim, hidden), ('layers.{}.feed_forward.w3', hidden, dim), ('norm', dim),
+        ('rope', T, cfg.head_dim), ('output', abs(V), dim))[:12 if V > 0 else 13]
+        for layer in range(L if '{}' in name else 1)}
+    data = raw[7:].view(torch.float32).split([math.prod(shape) for shape in shapes.values()])
+    tensors = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), data)}
     why = "llama2.c's tokenizer is a file of its own, which tiktoken can't express"
     return cfg, META, 'pairs', tensors, {'kind': 'ids', 'vocab_size': cfg.vocab_size, 'why': why, 'bos': 1}
 
 
 def nanogpt(path):
     """nanoGPT's ckpt.pt: its fields have our names, its GELU is the exact one."""
-    checkpoint, tokenizer = read_torch(path), {'kind': 'tiktoken', 'name': 'gpt2'}
-    if 'model_args' not in checkpoint:
-        raise Refusal(f'{path} is no checkpoint of nanoGPT: it has no model_args.')
+    checkpoint = read_torch(path, 'model', 'model_args', what='checkpoint of nanoGPT')
+    tokenizer = {'kind': 'tiktoken', 'name': 'gpt2'}
     args = {**FAMILIES['gpt2'], 'mlp': 'gelu', **checkpoint['model_args']}
     if args['vocab_size'] == 50304:
         args.update(vocab_size=50257, vocab_multiple=64)
@@ -1054,7 +1049,7 @@ def nanogpt(path):
         why = 'nanoGPT keeps its characters beside the data, not in the checkpoint'
         tokenizer = {'kind': 'ids', 'vocab_size': args['vocab_size'], 'why': why}
     state = {name.removeprefix('_orig_mod.'): tensor for name, tensor in checkpoint['model'].items()}
-    return build(Config, args), GPT2, '', in_memory(state), tokenizer
+    return build(Config, args), GPT2, '', state, tokenizer
 
 
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -1120,18 +1115,15 @@ def hugging_face_tokenizer(folder, config):
 
 
 def weights(src, out, dtype=''):
-    """python prepare.py weights SRC --out=DIR: published weights to DIR/ckpt.pt
-
-    SRC: a folder with config.json and *.safetensors, or with Meta's consolidated.00.pth and params.json; a .bin of
-    llama2.c; a ckpt.pt of nanoGPT; or the name of a model on the Hugging Face hub (HF_TOKEN for gated ones)."""
+    """Published weights to a checkpoint, out/ckpt.pt."""
     if dtype and dtype not in DTYPES:
         raise Refusal(f'Unknown dtype {dtype}{nearest(dtype, DTYPES)}', code=2)
     if os.path.exists(os.path.join(src, 'config.json')):
         source = hugging_face(src)
     elif os.path.exists(os.path.join(src, 'params.json')):
         source = meta(src)
-    elif os.path.isfile(src):
-        source = llama2c(src) if src.endswith('.bin') else nanogpt(src)
+    elif os.path.isfile(src) and src.endswith(('.bin', '.pt')):
+        source = intact(llama2c, src) if src.endswith('.bin') else nanogpt(src)
     elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', src) and not os.path.exists(src):
         source = hugging_face(hub(src))
     else:
@@ -1144,52 +1136,30 @@ def weights(src, out, dtype=''):
 
 
 def export(src, to):
-    """python prepare.py export SRC --to=DIR: a checkpoint to a folder for transformers, vLLM, llama.cpp
-
-    SRC: a checkpoint, or a folder with one. Rows that only pad the vocabulary stay behind."""
-    checkpoint = load_checkpoint(src)
-    cfg, tokenizer = build(Config, {**checkpoint['config'], 'vocab_multiple': 1}), checkpoint.get('tokenizer') or {}
-    config, dtype = counterpart(cfg), checkpoint['model']['embed.weight'].dtype
-    names, form = ARCHITECTURES[config['architectures'][0]][2:4]
-    plan, header, end = list(stack(cfg, names, form)), {'__metadata__': {'format': 'pt'}}, 0
-    for name, shape in (part for _, _, theirs, _, _ in plan for part in theirs):
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        kind = next(kind for kind in STORED if STORED[kind] == dtype)
-        header[name] = {'dtype': kind, 'shape': shape, 'data_offsets': [start, end]}
+    """A checkpoint to a folder for transformers. Rows that only pad the vocabulary stay behind."""
+    model, checkpoint = model_of(src)
+    cfg, config, dtype = model.cfg, counterpart(model.cfg), model.embed.weight.dtype
+    _, _, names, form, *_ = ARCHITECTURES[config['architectures'][0]]
+    pieces, header, end = {}, {'__metadata__': {'format': 'pt'}}, 0
+    for name, ours in checkpoint['model'].items():
+        ours = ours[:cfg.vocab_size] if name in ('embed.weight', 'lm_head.weight') else ours
+        pieces |= parts(cfg, names, form, name, turn_rows(cfg, form, name, ours, back=True))
+    kind = next(kind for kind in STORED if STORED[kind] == dtype)
+    for name, part in pieces.items():
+        start, end = end, end + part.numel() * dtype.itemsize
+        header[name] = {'dtype': kind, 'shape': part.shape, 'data_offsets': [start, end]}
     text = json.dumps(header).encode()
     text += b' ' * (-len(text) % 8)  # data begins at a multiple of 8
     with write_atomically(os.path.join(to, 'model.safetensors')) as file:
         file.write(len(text).to_bytes(8, 'little') + text)
-        for name, shape, theirs, turned, order in plan:
-            whole = checkpoint['model'][name][:shape[0]].to(dtype).view(-1, *shape[1:][-1:])
-            whole = whole if order is None else whole[order.argsort()]
-            for part in whole.split([size[-1 if turned else 0] for _, size in theirs]):
-                file.write((part.T if turned else part).contiguous().view(-1).view(torch.uint8).numpy())
-    kind = str(dtype).removeprefix('torch.')
+        for part in pieces.values():
+            file.write(part.to(dtype).contiguous().view(-1).view(torch.uint8).numpy())
+    kind, tokenizer = str(dtype).removeprefix('torch.'), checkpoint.get('tokenizer') or {}
     config.update(torch_dtype=kind, dtype=kind, pad_token_id=None, bos_token_id=tokenizer.get('bos'),
-                  eos_token_id=tokenizer.get('eot'))
+                  eos_token_id=tokenizer.get('eot', 50256 if tokenizer.get('name') == 'gpt2' else None))
     with write_atomically(os.path.join(to, 'config.json')) as file:
         file.write(json.dumps(config, indent=1).encode())
     print(f'{to}: {config["architectures"][0]} for transformers; a tokenizer is not written')
-
-
-@dataclass
-class WeightsOptions:
-    out: str = ''    # folder for ckpt.pt; must be given
-    dtype: str = ''  # store bf16, fp16 or fp32; default: bf16 or fp16 where all published tensors are, else fp32
-
-
-@dataclass
-class ExportOptions:
-    to: str = ''  # folder for config.json and model.safetensors; must be given
-
-
-def cross(command, options, argv):
-    values, about = command_line(argv, command.__doc__, options, words=1), command.__doc__.partition(':')[0]
-    src = values.pop('words')
-    if not src or not any(values.get(word) for word in ('out', 'to')):
-        raise Refusal(f'Say what, and where to: {about}', code=2)
-    command(*src, **values)
 
 
 # ---- The command ----------------------------------------------------------------------------------------------------
@@ -1197,27 +1167,28 @@ def cross(command, options, argv):
 
 @dataclass
 class Options:
-    tokenizer: str = ''        # bytes, an encoding of tiktoken, or a checkpoint's; default bytes, openwebtext gpt2
-    out: str = ''              # a name under data/ or a folder; default the name of the data set
+    tokenizer: str = ''        # data: bytes, an encoding of tiktoken, or a checkpoint's; default bytes or gpt2
+    out: str = ''              # data: a name under data/ or a folder, default the data set's; weights: the folder
     val_fraction: float = 0.1  # of a text: its end, kept for validation
     docs: int = 0              # openwebtext: stop after this many documents
     source: str = ''           # openwebtext: an archive at hand
+    dtype: str = ''            # weights: store bf16, fp16 or fp32; default what all published tensors are, or else fp32
+    to: str = ''               # export: folder for config.json and model.safetensors
 
 
 DATA_SETS = {'tinyshakespeare': prepare_shakespeare, 'stdlib': prepare_stdlib, 'openwebtext': prepare_openwebtext}
-COMMANDS = {'weights': partial(cross, weights, WeightsOptions), 'export': partial(cross, export, ExportOptions)}
+COMMANDS = {'weights': weights, 'export': export}
 
 
 def main(argv):
-    if argv and argv[0] in COMMANDS:
-        return COMMANDS[argv[0]](argv[1:])
-    values = command_line(argv, __doc__, Options, words=1)
-    name = (values.pop('words') or ['tinyshakespeare'])[0]
-    wishes = {'tokenizer_name' if key == 'tokenizer' else key: value for key, value in values.items()}
-    prepare = DATA_SETS.get(name) or partial(prepare_text, name)
-    if not_for_it := wishes.keys() - inspect.signature(prepare).parameters.keys():
-        raise Refusal(f'--{min(not_for_it)} is not for {name}.', code=2)
-    return prepare(**wishes)
+    values = command_line(argv, __doc__, Options, words=2 if argv and argv[0] in COMMANDS else 1)
+    name, *src = values.pop('words') or ['tinyshakespeare']
+    function = COMMANDS.get(name) or DATA_SETS.get(name) or partial(prepare_text, name)
+    try:
+        inspect.signature(function).bind(*src, **values)
+    except TypeError as error:  # an argument too few or too many
+        raise Refusal(f'{name}: {error}; see --help.', code=2) from None
+    return function(*src, **values)
 
 
 if __name__ == '__main__':
