@@ -91,10 +91,10 @@ class Settings:
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, vocab_multiple=64,
                  data='openwebtext', batch_tokens=480 * 1024, micro_batch=30, eval_every=1000, save_every=1000)
 RUNS = {
-    # two CPU cores, three and a half minutes
+    # two CPU cores, under four minutes
     'baby': dict(n_layer=4, n_head=4, n_embd=128, d_ff=352, block_size=64, qk_norm=True, zero_init=True,
-                 steps=2600, batch_tokens=12 * 64, lr=5e-3, beta1=0.8, muon_steps=3, eval_every=1300, save_every=1300,
-                 log_every=100),
+                 steps=2300, batch_tokens=12 * 64, lr=8e-3, beta1=0.8, muon_lr=0.014, muon_steps=3, eval_every=1150,
+                 save_every=1150, log_every=100),
     # one GPU, minutes
     'shakespeare': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, qk_norm=True, zero_init=True, dropout=0.2,
                         steps=2000, batch_tokens=64 * 256, lr=3e-3, weight_decay=0.1, eval_every=250, save_every=250),
@@ -107,8 +107,8 @@ RUNS = {
 # a family sets every switch of the block, and leaves the sizes to the run
 SIZES = ('vocab_size', 'vocab_multiple', 'block_size', 'n_layer', 'n_head', 'n_embd', 'dropout')
 PLAIN = {field.name: field.default for field in fields(Config) if field.name not in SIZES}
-PRESETS = {**{name: prepare.published(name) for name in prepare.PUBLISHED},
-           **{name: {**PLAIN, **family} for name, family in FAMILIES.items()}, **RUNS}
+PRESETS = {**RUNS, **{name: {**PLAIN, **prepare.published(name)} for name in prepare.PUBLISHED},
+           **{name: {**PLAIN, **family} for name, family in FAMILIES.items()}}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches: a function of (seed, step); ranks and micro-batches only slice them
@@ -420,17 +420,16 @@ def read_log(path):
         return [json.loads(line) for line in log if line.endswith('}\n')]
 
 
-def draw(log_path, path):
-    """The losses of log.jsonl as a picture, where matplotlib is installed."""
+def draw(path, curves, **settings):
+    """Curves, {label: (xs, ys)}, as a picture, where matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
     axes = Figure(figsize=(7, 4)).subplots()
-    for key in 'loss', 'val_loss':
-        having = [line for line in read_log(log_path) if key in line]
-        axes.plot([line['step'] for line in having], [line[key] for line in having], label=key)
-    axes.set(xlabel='update', ylabel='nats a token')
+    for label, (xs, ys) in curves.items():
+        axes.plot(xs, ys, label=label, marker='.' if len(xs) < 20 else None)
+    axes.set(**settings)
     axes.legend()
     with prepare.write_atomically(path) as file:
         axes.figure.savefig(file, format='png', dpi=120)
@@ -573,7 +572,10 @@ def train(config, settings, state):
                     best = val_loss
                     save('best.pt', resumable=False)
     if rank() == 0:
-        draw(log_path, os.path.join(settings.out, 'loss.png'))
+        lines = read_log(log_path)
+        logged = {key: [(line['step'], line[key]) for line in lines if key in line] for key in ('loss', 'val_loss')}
+        draw(os.path.join(settings.out, 'loss.png'), {key: zip(*points) for key, points in logged.items() if points},
+             xlabel='update', ylabel='nats a token')
     if stop and done < settings.steps:
         say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
         return 128 + (signals or [signal.SIGTERM])[0]
