@@ -638,7 +638,8 @@ def ladder(machine, result):
              'pre-norm': {**gpt, 'tie': False}, 'RMSNorm, no biases': {'pos': 'learned', 'mlp': 'gelu'},
              'RoPE': {'mlp': 'gelu'}, 'SwiGLU': {}, 'GQA, 2 of 4 heads': gqa, 'flash attention': gqa,
              '+ 8 experts, 2 a token': {**gqa, 'n_expert': 8, 'd_expert': 192}, 'or latent attention': latent}
-    name, data, val, meta = train.find_data(train.Settings())
+    name = train.find_data(train.Settings())
+    data, val, meta = prepare.load_data(name)
     settings, rows = train.Settings(optimizer='adamw', steps=steps, batch_tokens=B * T, compile=False), {}
     for label, changes in rungs.items():
         cfg = prepare.build(Config, {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': T,

@@ -60,7 +60,7 @@ class Refusal(Exception):
         self.code = code
 
 
-CURES = {errno.ENOSPC: 'free some space and run the same command again',
+CURES = {errno.ENOSPC: 'free some space and run the same command again, train.py with --resume=true',
          **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
                          'choose another path, or change its permissions')}
 

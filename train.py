@@ -6,8 +6,8 @@
     torchrun --nproc_per_node=8 train.py owt-124m       the same run on eight GPUs
     python train.py --resume=true                       go on where a run was stopped: on a CPU the same to the last bit
 
-Presets are merged left to right, options win over them. In this order: settings and presets, batches, optimizers, one
-training step and evaluation, many devices, what comes before the run, the run.
+Presets are merged left to right, options win over them. In this order: settings and presets, processes, batches,
+optimizers, one training step and evaluation, many devices, what comes before the run, the run.
 """
 import json
 import math
@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -78,11 +79,9 @@ class Settings:
     def __post_init__(self):
         for name, value in vars(self).items():
             least = 1 if name in ('steps', 'batch_tokens', 'log_every', 'muon_steps', 'eval_tokens') else 0
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise ValueError(f'{name} is {value}, but must be at least {least}')
-        for name in 'beta1', 'beta2', 'muon_momentum':
-            if getattr(self, name) >= 1:
-                raise ValueError(f'{name} is {getattr(self, name)}, but must be below 1')
+            most = 1 if name in ('beta1', 'beta2', 'muon_momentum') else math.inf
+            if isinstance(value, (int, float)) and not least <= value < most:
+                raise ValueError(f'{name} is {value}, but must be at least {least} and below {most}')
         for name, known in ('optimizer', 'muon adamw'), ('decay', 'linear cosine'), ('parallel', 'ddp fsdp'):
             if getattr(self, name) not in known.split():
                 raise ValueError(f'{name} is {getattr(self, name)!r}, but must be one of {known}')
@@ -111,6 +110,29 @@ PRESETS = {**RUNS, **{name: {**PLAIN, **prepare.published(name)} for name in pre
            **{name: {**PLAIN, **family} for name, family in FAMILIES.items()}}
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Processes: torchrun starts one a device
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_sum(x):
+    if world() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def say(text):
+    if rank() == 0:
+        print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Batches: a function of (seed, step); ranks and micro-batches only slice them
 
 
@@ -126,7 +148,7 @@ def micro_batches_of(step, data, cfg, settings, device):
 
 
 def to_device(device, *tensors):
-    """Copies that run beside whatever the device is busy with."""
+    """The tensors there; from pinned memory a GPU fetches them itself, and nothing here waits."""
     cuda = device.type == 'cuda'
     return [(t.contiguous().pin_memory() if cuda else t).to(device, non_blocking=cuda) for t in tensors]
 
@@ -162,7 +184,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             updates, same_shape = [], {}  # (parameter, its update); shape -> views into the updates
             for p in group['params']:
-                momentum = self.state[p].setdefault('momentum', torch.zeros_like(p))
+                if p not in self.state:
+                    self.state[p]['momentum'] = torch.zeros_like(p)
+                momentum = self.state[p]['momentum']
                 momentum.lerp_(p.grad, 1 - group['momentum'])
                 update = p.grad.lerp(momentum, group['momentum'])                  # Nesterov's
                 update = update.full_tensor() if isinstance(update, DTensor) else update
@@ -217,7 +241,7 @@ def lr_factor(settings, step):
 
 def train_step(model, optimizers, micro_batches, cast=nullcontext(), scaler=None, grad_clip=1.0, seeds=None):
     """One update from [(inputs, targets)], (rows, T) each. Returns the loss, a mean over all real targets of the global
-    batch, and the norm of its gradient. Raises FloatingPointError before the weights are touched if they aren't finite;
+    batch, and the norm of its gradient. Raises Refusal before the weights are touched if they aren't finite;
     under fp16's scaler an infinite gradient only skips the update. `seeds` are of each micro-batch's dropout."""
     counts = torch.stack([(targets != -1).sum() for _, targets in micro_batches])   # real targets
     total = all_sum(counts.sum()).clamp(min=1)
@@ -238,11 +262,12 @@ def train_step(model, optimizers, micro_batches, cast=nullcontext(), scaler=None
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     loss, norm = torch.stack((loss, norm.to(loss))).tolist()                        # the one wait for the device
     if not math.isfinite(loss) or not (scaler or math.isfinite(norm)):
-        raise FloatingPointError(f'the loss is {loss}, the norm of its gradient {norm}')
+        raise Refusal(f'The loss is {loss}, the norm of its gradient {norm}: resume the last checkpoint or start anew '
+                      'with a lower --lr.')
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()
-        elif math.isfinite(norm):  # its own check sees one optimizer's gradients, and clipping has mixed them
+        elif math.isfinite(norm):  # scaler.step would skip only the optimizer whose own gradients overflowed
             scaler.step(optimizer)
         optimizer.zero_grad()
     if scaler:
@@ -262,33 +287,14 @@ def evaluate(model, data, T, device, cast=nullcontext(), most=2 ** 62):
     total = torch.zeros((), device=device)
     x, y = (torch.from_numpy(tokens).view(n_rows, T)[rank()::world()] for tokens in (x, y))
     for batch in zip(x.split(max(1, 8192 // T)), y.split(max(1, 8192 // T))):
-        batch = to_device(device, *batch)
+        inputs, targets = to_device(device, *batch)
         with cast:
-            total += model(*batch)[1] * (batch[1] != -1).sum()
+            total += model(inputs, targets)[1] * (targets != -1).sum()
     return all_sum(total).item() / n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Many devices
-
-
-def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world():
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def all_sum(x):
-    if world() > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def say(text):
-    if rank() == 0:
-        print(text, flush=True)
 
 
 def place(model, settings, device, dtype):
@@ -299,7 +305,7 @@ def place(model, settings, device, dtype):
         torch.set_float32_matmul_precision('high')  # TF32 for Muon's fp32 products
     if settings.checkpoint_activations:
         for block in model.blocks:
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
+            block.forward = lambda *args, forward=block.forward: recompute(forward, *args, use_reentrant=False)
     reason = prepare.no_compiler(device)
     if settings.compile and reason:
         say(f'not compiled: {reason}')
@@ -313,7 +319,7 @@ def place(model, settings, device, dtype):
     if settings.parallel == 'ddp':
         wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == 'cuda' else None,
                                           gradient_as_bucket_view=True)
-        wrapped.set_requires_gradient_sync = partial(setattr, wrapped, 'require_backward_grad_sync')
+        wrapped.set_requires_gradient_sync = partial(setattr, wrapped, 'require_backward_grad_sync')  # FSDP2's name
         return wrapped, cast
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (world(),))
@@ -334,20 +340,22 @@ def configure(argv):
     if not RUNS.keys() & names:
         device, _ = prepare.pick_device(asked.get('device', ''))
         names = ['baby' if device.type == 'cpu' else 'shakespeare', *names]
-    names += ['tuned'] * ('init' in asked)
+    names += ['tuned'] * bool(asked.get('init'))
     out = asked.get('out') or os.path.join(prepare.ROOT, 'out', '-'.join(names))
     flagged = {name: asked[name] for name in flags & asked.keys()}
     if not asked.get('resume'):
-        values = {**RUNS[names[0]], **asked, 'out': out} if names[0] in RUNS else {**asked, 'out': out}
+        values = {**RUNS.get(names[0], {}), **asked, 'out': out}
         state = prepare.load_checkpoint(asked['init']) if asked.get('init') else None
         return {**state['config'], **flagged} if state else values, prepare.build(Settings, values), state
     state = prepare.load_checkpoint(out)
     if 'optimizer' not in state:
         raise Refusal(f'{out} has no optimizer to resume with; start from its weights with --init={out}.')
-    for name, have in {**state['config'], 'data': state['settings']['data']}.items():
-        derived = name in ('data', 'n_kv_head', 'head_dim', 'd_ff', 'd_expert', 'v_dim') and not asked.get(name)
-        if name in asked and asked[name] != have and not derived:
-            raise Refusal(f'{name} is {asked[name]}, but the run in {out} has {have}: resume with that, or start anew '
+    fixed = {**state['config'], 'data': state['settings']['data'], 'optimizer': state['settings']['optimizer']}
+    wanted = {**fixed, **{key: value for key, value in asked.items() if value != ''}}
+    wanted.update(asdict(prepare.build(Config, wanted)))  # a 0 becomes what it stands for
+    for name, have in fixed.items():
+        if wanted[name] != have:
+            raise Refusal(f'{name} is {wanted[name]}, but the run in {out} has {have}: resume with that, or start anew '
                           'with another --out.', 2)
     return state['config'], prepare.build(Settings, {**state['settings'], **flagged, 'out': out}), state
 
@@ -355,21 +363,17 @@ def configure(argv):
 def find_data(settings):
     """Name, tokens and description of the data set asked for; Shakespeare and stdlib are made when missing. Without a
     wish it is Shakespeare or, where that can't be downloaded, the source of this Python's standard library."""
+    name = settings.data or 'tinyshakespeare'
     makers = {'tinyshakespeare': prepare.prepare_shakespeare, 'stdlib': prepare.prepare_stdlib}
-
-    def made(name):
+    try:
         if name in makers and not os.path.exists(os.path.join(prepare.data_folder(name), 'meta.json')):
             makers[name]()
-        return name
-
-    try:
-        name = made(settings.data or 'tinyshakespeare')
     except Refusal as error:
         if settings.data:
             raise
         print(f'{error} Until then this trains on the source of Python\'s standard library.')
-        name = made('stdlib')
-    return name, *prepare.load_data(name)
+        return find_data(replace(settings, data='stdlib'))
+    return name
 
 
 def fit(config, settings, state, name, data, meta):
@@ -414,10 +418,7 @@ def sample_text(model, tok, n):
 
 def read_log(path):
     """The lines of a log.jsonl; a last one that a crash has cut is left out."""
-    if not os.path.exists(path):
-        return []
-    with open(path) as log:
-        return [json.loads(line) for line in log if line.endswith('}\n')]
+    return [json.loads(line) for line in prepare.read_text(path).splitlines(True) if line.endswith('}\n')]
 
 
 def draw(path, curves, **settings):
@@ -435,15 +436,37 @@ def draw(path, curves, **settings):
         axes.figure.savefig(file, format='png', dpi=120)
 
 
+@contextmanager
+def alone(folder):
+    """Keeps a second run out of the folder while this one writes there, where the system can lock a folder."""
+    os.makedirs(folder, exist_ok=True)
+    if os.name == 'nt':
+        yield
+        return
+    import fcntl
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refusal(f'Another run writes to {folder}: wait for its end, or take another --out.') from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def main(argv):
-    if 'LOCAL_RANK' in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    if int(os.environ.get('LOCAL_RANK', 0)) < torch.cuda.device_count():
+        torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
     config, settings, state = configure(argv)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:  # started by torchrun
         cpu = settings.device == 'cpu' or not torch.cuda.is_available()
         settings.device = 'cpu' if cpu else f'cuda:{os.environ["LOCAL_RANK"]}'
-        dist.init_process_group('gloo' if cpu else 'cpu:gloo,cuda:nccl')
-    code = train(config, settings, state)
+        dist.init_process_group('gloo' if cpu else 'cpu:gloo,cuda:nccl', timeout=timedelta(hours=2))
+    with alone(settings.out) if rank() == 0 else nullcontext():
+        code = train(config, settings, state)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -457,11 +480,10 @@ def train(config, settings, state):
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     if scaler and world() > 1 and settings.parallel == 'fsdp':
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
-    for first in (True, False):  # one process prepares the data, the others then find it
-        if first == (rank() == 0):
-            name, train_data, val_data, meta = find_data(settings)
-        if world() > 1:
-            dist.barrier()
+    box = [find_data(settings) if rank() == 0 else '']  # one process makes the data and tells the others which
+    if world() > 1:
+        dist.broadcast_object_list(box)
+    name, (train_data, val_data, meta) = box[0], prepare.load_data(box[0])
     cfg, tok = fit(config, settings, state, name, train_data, meta), prepare.tokenizer(meta['tokenizer'])
 
     torch.manual_seed(settings.seed)
@@ -472,29 +494,28 @@ def train(config, settings, state):
         zero_outputs(model)
     called, cast = place(model, settings, device, dtype)
     optimizers = make_optimizers(model, settings)
-    done, best = 0, math.inf
+    log_path, done, kept = os.path.join(settings.out, 'log.jsonl'), 0, []
     if settings.resume:
         hyper = [dict(group, params=None) for group in groups_of(optimizers)]
         dcp.set_optimizer_state_dict(model, optimizers, state['optimizer'], options=FULL)
-        for group, mine in zip(groups_of(optimizers), hyper):  # this run's settings, not the old one's
+        for group, mine in zip(groups_of(optimizers), hyper):  # loading brings the old run's settings; ours go back
             group.update(mine, params=group['params'])
-        done, best_path = state['step'], os.path.join(settings.out, 'best.pt')
+        done = state['step']
+        kept = [line for line in read_log(log_path) if line['step'] <= done]  # the rest comes again
         if scaler and state['scaler']:
             scaler.load_state_dict(state['scaler'])
-        if os.path.exists(best_path):
-            best = prepare.load_checkpoint(best_path)['best']
-        if done >= settings.steps:
-            raise Refusal(f'{settings.out} is at update {done} already: go on with --steps={2 * done}, say.')
-    del state
+    val_losses = {line['step']: line['val_loss'] for line in kept if 'val_loss' in line}
+    if done >= settings.steps and done in val_losses:
+        raise Refusal(f'{settings.out} is at update {done} already: go on with --steps={2 * done}, say.')
 
-    log_path = os.path.join(settings.out, 'log.jsonl')
     if rank() == 0:
-        os.makedirs(settings.out, exist_ok=True)
-        for file, aside in ('ckpt.pt', 'previous.pt'), ('best.pt', 'previous_best.pt'):
-            if not settings.resume and os.path.exists(os.path.join(settings.out, file)):
-                os.replace(os.path.join(settings.out, file), os.path.join(settings.out, aside))
-                say(f'a run was here before: its {file} is now {settings.out}/{aside}')
-        kept = [line for line in read_log(log_path) if settings.resume and line['step'] <= done]  # the rest comes again
+        if not settings.resume and os.path.exists(os.path.join(settings.out, 'ckpt.pt')):
+            aside = next(path for n in count(1) if not os.path.exists(path := f'{settings.out}/previous_{n}'))
+            os.mkdir(aside)
+            for file in 'best.pt', 'log.jsonl', 'loss.png', 'ckpt.pt':
+                with suppress(FileNotFoundError):
+                    os.replace(os.path.join(settings.out, file), os.path.join(aside, file))
+            say(f'a run was here before: it is now {aside}')
         with prepare.write_atomically(log_path) as file:
             file.write(''.join(json.dumps(line) + '\n' for line in kept).encode())
 
@@ -506,12 +527,26 @@ def train(config, settings, state):
     def save(file, resumable=True):
         """All ranks call it: a sharded state is gathered in the first one's memory."""
         weights, optimizer = dcp.get_state_dict(model, optimizers if resumable else [], options=FULL)
-        state = dict(config=asdict(cfg), model=weights, step=done, best=best, tokenizer=meta['tokenizer'],
+        state = dict(config=asdict(cfg), model=weights, step=done, tokenizer=meta['tokenizer'],
                      data=meta['sha256'], settings={**asdict(settings), 'data': name, 'device': ''})
         if resumable:
             state.update(optimizer=optimizer, scaler=scaler.state_dict() if scaler else None)
         if rank() == 0:
             prepare.save_checkpoint(os.path.join(settings.out, file), state)
+
+    def due(every):
+        return done == settings.steps or every and done % every == 0
+
+    def validate():
+        with torch.compiler.set_stance('force_eager'):  # or every new shape would be compiled
+            loss = evaluate(called, val_data, cfg.block_size, device, cast, settings.eval_tokens)
+            say(f'{done:>7}/{settings.steps}  validation loss {loss:.4f}')
+            if settings.sample_tokens and not (world() > 1 and settings.parallel == 'fsdp'):
+                say(sample_text(model, tok, settings.sample_tokens))
+        if loss < min(val_losses.values(), default=math.inf):
+            save('best.pt', resumable=False)
+        val_losses[done] = loss
+        log(step=done, val_loss=loss)
 
     signals = []
 
@@ -522,7 +557,7 @@ def train(config, settings, state):
 
     for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, on_signal)
-    tf32 = device.type == 'cuda' and dtype == torch.float32  # the table has no peak for it
+    tf32 = device.type == 'cuda' and dtype == torch.float32  # place() has turned it on; the table has no peak for it
     peak = None if tf32 else prepare.peak_tflops(device, dtype)
     flops = 3 * flops_per_token(cfg, cfg.block_size)
     say(f'{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_data):,} tokens of {name}, '
@@ -532,6 +567,8 @@ def train(config, settings, state):
     with ThreadPoolExecutor(1) as pool:
         fetch = partial(pool.submit, micro_batches_of, data=train_data, cfg=cfg, settings=settings, device=device)
         ahead, compiles, stop = fetch(done), True, False
+        if done and due(settings.eval_every) and done not in val_losses:  # the run was cut before it could
+            validate()
         while done < settings.steps and not stop:
             start = time.perf_counter()
             batch, ahead = ahead.result(), fetch(done + 1)
@@ -539,15 +576,11 @@ def train(config, settings, state):
                 group['lr'] = group['peak_lr'] * lr_factor(settings, done)
             seeds = np.random.SeedSequence([settings.seed, done, rank()]).generate_state(len(batch)).tolist()
             called.train()
-            try:
-                loss, norm = train_step(called, optimizers, batch, cast, scaler, settings.grad_clip, seeds)
-            except FloatingPointError as error:
-                raise Refusal(f'Update {done + 1}: {error}. The last checkpoint in {settings.out} is as it was: resume '
-                              'it with a lower --lr.') from None
+            loss, norm = train_step(called, optimizers, batch, cast, scaler, settings.grad_clip, seeds)
             if not compiles:  # the first update's time is the compiler's
                 seconds, timed = seconds + time.perf_counter() - start, timed + 1
-            done, compiles, last = done + 1, False, done + 1 == settings.steps
-            if done % settings.log_every == 0 or last:
+            done, compiles = done + 1, False
+            if due(settings.log_every):
                 ms = 1000 * seconds / max(1, timed)
                 rate = settings.batch_tokens / ms * 1000 if timed else 0.0
                 mfu = rate * flops / (peak * 1e12 * world()) if peak else None
@@ -555,22 +588,14 @@ def train(config, settings, state):
                 left = timedelta(seconds=int((settings.steps - done) * ms / 1000))
                 say(f'{done:>7}/{settings.steps}  loss {loss:.4f}  lr {lr:.1e}  {ms:.0f} ms  {rate:,.0f} tokens/s  '
                     f'MFU {f"{mfu:.1%}" if mfu else "n/a"}  {left} left')
+                norm = norm if math.isfinite(norm) else None  # JSON has no infinity; the scaler has skipped the update
                 log(step=done, loss=loss, lr=lr, ms=ms, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
                 seconds, timed = 0.0, 0
             stop = bool(all_sum(torch.tensor(float(bool(signals)))))  # all processes stop together
-            due = last or settings.eval_every and done % settings.eval_every == 0
-            if due or stop or settings.save_every and done % settings.save_every == 0:
+            if stop or due(settings.save_every) or due(settings.eval_every):
                 save('ckpt.pt')
-            if due and not (stop and not last):
-                with torch.compiler.set_stance('force_eager'):  # or every new shape would be compiled
-                    val_loss = evaluate(called, val_data, cfg.block_size, device, cast, settings.eval_tokens)
-                    say(f'{done:>7}/{settings.steps}  validation loss {val_loss:.4f}')
-                    log(step=done, val_loss=val_loss)
-                    if settings.sample_tokens and not (world() > 1 and settings.parallel == 'fsdp'):
-                        say(sample_text(model, tok, settings.sample_tokens))
-                if val_loss < best:
-                    best = val_loss
-                    save('best.pt', resumable=False)
+            if due(settings.eval_every) and not (stop and done < settings.steps):
+                validate()
     if rank() == 0:
         lines = read_log(log_path)
         logged = {key: [(line['step'], line[key]) for line in lines if key in line] for key in ('loss', 'val_loss')}
@@ -578,10 +603,10 @@ def train(config, settings, state):
              xlabel='update', ylabel='nats a token')
     if stop and done < settings.steps:
         say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
-        return 128 + (signals or [signal.SIGTERM])[0]
+        return 128 + (signals or [signal.SIGTERM])[0]  # none here: another process got it
     prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(name, 'The ')
-    say(f'{time.perf_counter() - began:.0f} s, validation loss {best:.4f}. Read more of it with: python sample.py '
-        f'--out={settings.out} --prompt="{prompt}"')
+    say(f'{time.perf_counter() - began:.0f} s, validation loss {min(val_losses.values()):.4f}. Read more of it with: '
+        f'python sample.py --out={settings.out} --prompt="{prompt}"')
     return 0
 
 
