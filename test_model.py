@@ -91,7 +91,7 @@ def test_the_files_stay_within_their_ceilings():
     lines = source.splitlines()
     first_sitting = next(i for i, line in enumerate(lines) if 'Parts that replace a part' in line)
     assert len(lines) <= 700 and first_sitting <= 340
-    for file, ceiling in dict(prepare=1200, train=620, sample=160, bench=710).items():
+    for file, ceiling in dict(prepare=1200, train=625, sample=160, bench=720).items():
         assert len(open(os.path.join(HERE, f'{file}.py')).read().splitlines()) <= ceiling, file
     assert all(len(line) <= 120 for line in lines)
     assert len(fields(Config)) <= 44

@@ -127,6 +127,14 @@ def all_sum(x):
     return x
 
 
+def from_first(value):
+    """What the first process has for value, in all of them."""
+    box = [value]
+    if world() > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
 def say(text):
     if rank() == 0:
         print(text, flush=True)
@@ -310,7 +318,7 @@ def place(model, settings, device, dtype):
     if settings.compile and reason:
         say(f'not compiled: {reason}')
     elif settings.compile:
-        for block in model.blocks:  # one block is compiled and serves all; a whole model takes three times as long
+        for block in model.blocks:  # one is compiled for all; all of `baby` would take 10 s longer and save 4 ms a step
             block.compile()
         model.nll = torch.compile(model.nll)
     cast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
@@ -361,8 +369,8 @@ def configure(argv):
 
 
 def find_data(settings):
-    """Name, tokens and description of the data set asked for; Shakespeare and stdlib are made when missing. Without a
-    wish it is Shakespeare or, where that can't be downloaded, the source of this Python's standard library."""
+    """The name of the data set asked for; Shakespeare and stdlib are made when missing. Without a wish Shakespeare or,
+    where that can't be downloaded, the source of this Python's standard library."""
     name = settings.data or 'tinyshakespeare'
     makers = {'tinyshakespeare': prepare.prepare_shakespeare, 'stdlib': prepare.prepare_stdlib}
     try:
@@ -458,12 +466,13 @@ def alone(folder):
 
 
 def main(argv):
-    if int(os.environ.get('LOCAL_RANK', 0)) < torch.cuda.device_count():
-        torch.cuda.set_device(int(os.environ.get('LOCAL_RANK', 0)))
+    local = int(os.environ.get('LOCAL_RANK', -1))
+    if 0 <= local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
     config, settings, state = configure(argv)
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:  # started by torchrun
         cpu = settings.device == 'cpu' or not torch.cuda.is_available()
-        settings.device = 'cpu' if cpu else f'cuda:{os.environ["LOCAL_RANK"]}'
+        settings.device = 'cpu' if cpu else f'cuda:{local}'
         dist.init_process_group('gloo' if cpu else 'cpu:gloo,cuda:nccl', timeout=timedelta(hours=2))
     with alone(settings.out) if rank() == 0 else nullcontext():
         code = train(config, settings, state)
@@ -480,10 +489,8 @@ def train(config, settings, state):
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     if scaler and world() > 1 and settings.parallel == 'fsdp':
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
-    box = [find_data(settings) if rank() == 0 else '']  # one process makes the data and tells the others which
-    if world() > 1:
-        dist.broadcast_object_list(box)
-    name, (train_data, val_data, meta) = box[0], prepare.load_data(box[0])
+    name = from_first(find_data(settings) if rank() == 0 else '')  # one process makes the data for all
+    train_data, val_data, meta = prepare.load_data(name)
     cfg, tok = fit(config, settings, state, name, train_data, meta), prepare.tokenizer(meta['tokenizer'])
 
     torch.manual_seed(settings.seed)
@@ -501,7 +508,7 @@ def train(config, settings, state):
         for group, mine in zip(groups_of(optimizers), hyper):  # loading brings the old run's settings; ours go back
             group.update(mine, params=group['params'])
         done = state['step']
-        kept = [line for line in read_log(log_path) if line['step'] <= done]  # the rest comes again
+        kept = from_first([line for line in read_log(log_path) if line['step'] <= done])  # the rest comes again
         if scaler and state['scaler']:
             scaler.load_state_dict(state['scaler'])
     val_losses = {line['step']: line['val_loss'] for line in kept if 'val_loss' in line}
