@@ -551,7 +551,7 @@ def decodes(machine, result, brief=False):
     uncached = measure([partial(model, ids) for ids in texts], machine.device, 3, 1)
     curves['no cache'] = lengths, [1e3 * seconds for seconds, _ in uncached]
     report(result, 'a token early and late, one run each', rows)
-    train.draw(os.path.join(machine.options.out, 'decode.png'), curves, xlabel='position', ylabel='ms a token',
+    prepare.draw(os.path.join(machine.options.out, 'decode.png'), curves, xlabel='position', ylabel='ms a token',
                yscale='log')
 
 
@@ -593,7 +593,7 @@ def attentions(machine, result):
                               explicit_bytes=most[0], sdpa_bytes=most[1], memory_ratio=most[0] / most[1])
     report(result, 'attention, forward and backward, 8 heads of 64, causal; the tensors that live at once', rows)
     curves = {name: (lengths, [row[f'{name}_bytes'] / 1e6 for row in rows.values()]) for name in ('explicit', 'sdpa')}
-    train.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
+    prepare.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
                xscale='log', yscale='log')
 
 
@@ -643,7 +643,7 @@ def ladder(machine, result):
              'pre-norm': {**gpt, 'tie': False}, 'RMSNorm, no biases': {'pos': 'learned', 'mlp': 'gelu'},
              'RoPE': {'mlp': 'gelu'}, 'SwiGLU': {}, 'GQA, 2 of 4 heads': gqa, 'flash attention': gqa,
              '+ 8 experts, 2 a token': {**gqa, 'n_expert': 8, 'd_expert': 192}, 'or latent attention': latent}
-    name = train.find_data(train.Settings())
+    name = prepare.find_data()
     data, val, meta = prepare.load_data(name)
     settings, rows = train.Settings(optimizer='adamw', steps=steps, batch_tokens=B * T, compile=False), {}
     for label, changes in rungs.items():

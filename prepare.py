@@ -293,6 +293,21 @@ def write_atomically(path):
         raise
 
 
+def draw(path, curves, **settings):
+    """Curves, {label: (xs, ys)}, as a picture, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    axes = Figure(figsize=(7, 4)).subplots()
+    for label, (xs, ys) in curves.items():
+        axes.plot(xs, ys, label=label, marker='.' if len(xs) < 20 else None)
+    axes.set(**settings)
+    axes.legend()
+    with write_atomically(path) as file:
+        axes.figure.savefig(file, format='png', dpi=120)
+
+
 def fetch_rest(url, part, headers):
     """One request for what the file `part` still lacks; yields (bytes so far, bytes in all or 0) as they come."""
     note = part + '.version'  # of which file on the server the bytes so far are
@@ -452,6 +467,21 @@ def load_data(name):
             raise Refusal(f'{path} is missing or not as long as meta.json says; prepare the data set again.')
         splits.append(np.memmap(path, dtype, mode='r'))
     return *splits, meta
+
+
+def find_data(wish=''):
+    """The name of the data set asked for; Shakespeare and stdlib are made when missing. Without a wish Shakespeare or,
+    where that can't be downloaded, the source of this Python's standard library."""
+    name, makers = wish or 'tinyshakespeare', {'tinyshakespeare': prepare_shakespeare, 'stdlib': prepare_stdlib}
+    try:
+        if name in makers and not os.path.exists(os.path.join(data_folder(name), 'meta.json')):
+            makers[name]()
+    except Refusal as error:
+        if wish:
+            raise
+        print(f'{error} Until then this trains on the source of Python\'s standard library.')
+        return find_data('stdlib')
+    return name
 
 
 def write_dataset(folder, tok, source, chunks):

@@ -91,7 +91,7 @@ def test_the_files_stay_within_their_ceilings():
     lines = source.splitlines()
     first_sitting = next(i for i, line in enumerate(lines) if 'Parts that replace a part' in line)
     assert len(lines) <= 700 and first_sitting <= 340
-    for file, ceiling in dict(prepare=1200, train=625, sample=160, bench=720).items():
+    for file, ceiling in dict(prepare=1230, train=590, sample=160, bench=720).items():
         assert len(open(os.path.join(HERE, f'{file}.py')).read().splitlines()) <= ceiling, file
     assert all(len(line) <= 120 for line in lines)
     assert len(fields(Config)) <= 44
@@ -1637,6 +1637,22 @@ def test_blocks_whose_activations_are_made_again_are_compiled_too():
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2      # the block, which serves both, and the loss
 
 
+def test_a_data_set_may_be_named_by_its_text_and_a_split_must_leave_two_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'ROOT', str(tmp_path))
+    (tmp_path / 'mine.txt').write_text('one line of text\n' * 50)
+    prepare.prepare_text(str(tmp_path / 'mine.txt'))
+    assert prepare.load_data('mine.txt')[2] == prepare.load_data('mine')[2]
+    for share in (0.0, 1.0, math.inf):
+        with pytest.raises(Refusal, match='val_fraction'):
+            prepare.prepare_text(str(tmp_path / 'mine.txt'), val_fraction=share)
+
+
+def test_help_says_what_a_preset_changes_and_nothing_else():
+    text = prepare.help_text('About.', [Config, train.Settings], train.PRESETS)
+    line = next(line for line in text.splitlines() if line.startswith('  llama3 '))
+    assert line.split()[1:] == ['--n_kv_head=2', '--rope_base=500000.0']
+
+
 def test_a_second_run_in_a_folder_is_refused_while_the_first_one_lives(corpus, tmp_path):
     with train.alone(str(tmp_path)):
         with pytest.raises(Refusal, match='Another run writes'):
@@ -2126,6 +2142,36 @@ def test_each_mode_measures_and_ends_in_a_line_of_json(mode, monkeypatch, capsys
     rates = [row['tokens_per_s'] for row in result.values() if isinstance(row, dict) and 'tokens_per_s' in row]
     assert result['mode'] == mode and result['threads'] and all(0 < rate < math.inf for rate in rates)
     assert len(rates) == dict(glance=4, train=5, prefill=5, decode=5, attention=0)[mode]
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama', 'llama3', 'qwen2'])
+def test_the_activations_of_a_plan_are_at_least_most_of_what_a_block_keeps(family):
+    cfg = Config(**FAMILIES[family], n_head=4, n_embd=128, block_size=64, n_layer=1)
+    rope = model_file.Rope(cfg) if cfg.pos == 'rope' else lambda x, pos: x
+    block = model_file.Block(cfg, 0, rope)
+    x = torch.randn(2, 64, 128, requires_grad=True)
+    with bench.saved_for_backward(block.parameters()) as kept:
+        block(x, torch.arange(64)[None], None, None)
+    tables = rope.cos.nbytes + rope.sin.nbytes if cfg.pos == 'rope' else 0
+    share = (sum(kept.values()) - tables) / bench.activation_bytes(cfg, 2, 64, bytes_per_value=4)
+    assert 0.97 < share < 1.25, share
+
+
+def test_a_step_of_many_rows_reads_every_expert_that_they_visit_and_computes(capsys):
+    one, many = (planned(capsys, 'mixtral-8x7b', '--context=16', f'--batch={n}') for n in (1, 64))
+    active, whole = (2 * one[key] / 3350e9 for key in ('active_params', 'params'))
+    assert math.isclose(one['decode_floor_with_cache_s'], active, rel_tol=0.01)
+    assert math.isclose(many['decode_floor_with_cache_s'], whole, rel_tol=0.01)
+    crowd = planned(capsys, 'llama2-7b', '--context=16', '--batch=1000')
+    assert math.isclose(crowd['tokens_per_s_at_most'], 989e12 / crowd['forward_flops_per_token'], rel_tol=1e-6)
+
+
+def test_options_of_a_plan_are_refused_elsewhere_and_other_modes_are_named(capsys):
+    for words in (['train', '--batch=3'], ['decode', 'llama3-8b']):
+        with pytest.raises(Refusal, match='for plan alone'):
+            bench.main(words)
+    bench.compare({'mode': 'train', 'a': 1.0}, {'mode': 'decode', 'a': 1.0})
+    assert 'The earlier run has mode decode' in capsys.readouterr().out
 
 
 def test_more_than_the_peak_is_flagged_and_results_are_compared(tmp_path, capsys):

@@ -17,7 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -368,22 +368,6 @@ def configure(argv):
     return state['config'], prepare.build(Settings, {**state['settings'], **flagged, 'out': out}), state
 
 
-def find_data(settings):
-    """The name of the data set asked for; Shakespeare and stdlib are made when missing. Without a wish Shakespeare or,
-    where that can't be downloaded, the source of this Python's standard library."""
-    name = settings.data or 'tinyshakespeare'
-    makers = {'tinyshakespeare': prepare.prepare_shakespeare, 'stdlib': prepare.prepare_stdlib}
-    try:
-        if name in makers and not os.path.exists(os.path.join(prepare.data_folder(name), 'meta.json')):
-            makers[name]()
-    except Refusal as error:
-        if settings.data:
-            raise
-        print(f'{error} Until then this trains on the source of Python\'s standard library.')
-        return find_data(replace(settings, data='stdlib'))
-    return name
-
-
 def fit(config, settings, state, name, data, meta):
     """The Config for this data set, or a refusal where model, data and batch don't go together."""
     if state and state['tokenizer'] != meta['tokenizer']:
@@ -427,21 +411,6 @@ def sample_text(model, tok, n):
 def read_log(path):
     """The lines of a log.jsonl; a last one that a crash has cut is left out."""
     return [json.loads(line) for line in prepare.read_text(path).splitlines(True) if line.endswith('}\n')]
-
-
-def draw(path, curves, **settings):
-    """Curves, {label: (xs, ys)}, as a picture, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    axes = Figure(figsize=(7, 4)).subplots()
-    for label, (xs, ys) in curves.items():
-        axes.plot(xs, ys, label=label, marker='.' if len(xs) < 20 else None)
-    axes.set(**settings)
-    axes.legend()
-    with prepare.write_atomically(path) as file:
-        axes.figure.savefig(file, format='png', dpi=120)
 
 
 @contextmanager
@@ -489,7 +458,7 @@ def train(config, settings, state):
     scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
     if scaler and world() > 1 and settings.parallel == 'fsdp':
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
-    name = from_first(find_data(settings) if rank() == 0 else '')  # one process makes the data for all
+    name = from_first(prepare.find_data(settings.data) if rank() == 0 else '')  # one process makes the data for all
     train_data, val_data, meta = prepare.load_data(name)
     cfg, tok = fit(config, settings, state, name, train_data, meta), prepare.tokenizer(meta['tokenizer'])
 
@@ -548,12 +517,12 @@ def train(config, settings, state):
         with torch.compiler.set_stance('force_eager'):  # or every new shape would be compiled
             loss = evaluate(called, val_data, cfg.block_size, device, cast, settings.eval_tokens)
             say(f'{done:>7}/{settings.steps}  validation loss {loss:.4f}')
+            if loss < min(val_losses.values(), default=math.inf):
+                save('best.pt', resumable=False)
+            val_losses[done] = loss
+            log(step=done, val_loss=loss)
             if settings.sample_tokens and not (world() > 1 and settings.parallel == 'fsdp'):
                 say(sample_text(model, tok, settings.sample_tokens))
-        if loss < min(val_losses.values(), default=math.inf):
-            save('best.pt', resumable=False)
-        val_losses[done] = loss
-        log(step=done, val_loss=loss)
 
     signals = []
 
@@ -606,8 +575,8 @@ def train(config, settings, state):
     if rank() == 0:
         lines = read_log(log_path)
         logged = {key: [(line['step'], line[key]) for line in lines if key in line] for key in ('loss', 'val_loss')}
-        draw(os.path.join(settings.out, 'loss.png'), {key: zip(*points) for key, points in logged.items() if points},
-             xlabel='update', ylabel='nats a token')
+        curves = {key: zip(*points) for key, points in logged.items() if points}
+        prepare.draw(os.path.join(settings.out, 'loss.png'), curves, xlabel='update', ylabel='nats a token')
     if stop and done < settings.steps:
         say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
         return 128 + (signals or [signal.SIGTERM])[0]  # none here: another process got it
