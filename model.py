@@ -609,7 +609,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     for wrong, sentence in (
             (not cfg.causal, 'causal=false: an encoder does not generate'),
             (not rows or not all(rows), 'a prompt is empty: give it at least one token'),
-            (not all(0 <= i < cfg.vocab_size for row in rows for i in row), f'ids must be below {cfg.vocab_size}'),
+            (not all(0 <= i < cfg.vocab_size for row in rows for i in row), f'ids must lie in [0, {cfg.vocab_size})'),
             (not 0 <= temperature < math.inf, f'temperature is {temperature}, but must be 0 or more'),
             (top_k < 0, f'top_k is {top_k}, but must be 0 (off) or more'),
             (not 0 <= top_p <= 1, f'top_p is {top_p}, but must be in [0, 1]'),

@@ -531,7 +531,7 @@ def test_bad_prompts_and_broken_weights_are_told_in_a_sentence():
     model = small()
     with pytest.raises(ValueError, match='empty'):
         next(generate(model, [torch.tensor([], dtype=torch.long)], 4))
-    with pytest.raises(ValueError, match='ids must be below 97'):
+    with pytest.raises(ValueError, match='ids must lie in .0, 97.'):
         next(generate(model, torch.tensor([[97]]), 4))
     model.lm_head.weight.data[3] = math.nan
     with pytest.raises(FloatingPointError, match='not finite'):

@@ -90,7 +90,7 @@ class Settings:
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, vocab_multiple=64,
                  data='openwebtext', batch_tokens=480 * 1024, micro_batch=30, eval_every=1000, save_every=1000)
 RUNS = {
-    # two CPU cores, under four minutes
+    # two CPU cores, about four minutes
     'baby': dict(n_layer=4, n_head=4, n_embd=128, d_ff=352, block_size=64, qk_norm=True, zero_init=True,
                  steps=2300, batch_tokens=12 * 64, lr=8e-3, beta1=0.8, muon_lr=0.014, muon_steps=3, eval_every=1150,
                  save_every=1150, log_every=100),
