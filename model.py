@@ -1,90 +1,102 @@
-"""A Transformer, embedding to head, in one file, to be read from top to bottom; a first sitting ends with the loss.
+"""A Transformer, embedding to head, to be read from top to bottom. A first sitting ends with the loss.
 
     Config        every size and every switch; FAMILIES says how GPT-2, Llama, Mistral, ... set them
     the path      norm -> rotary positions -> attention -> MLP -> block -> Transformer -> loss
-    the parts     mixture of experts (in place of the MLP), latent attention (in place of attention)
-    inference     the KV cache, the paged KV cache, picking a token, generate
-    arithmetic    FLOPs and cache bytes of a token
+    the parts     the loss in chunks, mixture of experts, latent attention
+    inference     the KV cache, picking a token, generate
+    arithmetic    FLOPs and cache bytes per token; then the checks of a Config
 
-Shape comments use these letters (in code, F is torch.nn.functional):
-    B rows        T tokens in this call     S tokens visible, cached and new     V vocabulary
-    C n_embd      H query heads             K key/value heads                    D head width
-    F MLP width   E experts                 A experts a token visits             L layers
+Shape comments use these letters:
+    B rows        T tokens in this call     S tokens visible: cached and new     V vocabulary
+    C n_embd      H query heads             K key/value heads                    D head_dim
+    F MLP width   E experts                 A experts that a token visits        L layers
+    N rows x tokens, as one long list       P, R plain and rotated part of D in latent attention
+In code, F is torch.nn.functional.
 """
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
 class Config:
-    """Sizes and switches, by default the Llama block's; most zeros mean derived or off. Bad values raise ValueError."""
+    """Sizes and switches. The defaults are the Llama block; 0 means derived, or off, as each
+    comment says. Impossible values raise ValueError: the rules are in `check_config`, at the
+    end of this file."""
+
+    # sizes, and the switches of the block
     vocab_size: int = 256        # token ids that exist
-    vocab_multiple: int = 1      # rows of embedding and head are padded to a multiple of this; 64 suits a GPU
     block_size: int = 1024       # longest sequence, in tokens
     n_layer: int = 6             # blocks
     n_head: int = 6              # query heads
-    n_kv_head: int = 0           # key/value heads: 0 means n_head (MHA); 1 is MQA; between them GQA
+    n_kv_head: int = 0           # key/value heads; 0: n_head (MHA). 1 is MQA, between them is GQA
     n_embd: int = 384            # width of the residual stream
     head_dim: int = 0            # width of a head; 0: n_embd / n_head
-    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd up to the next 128
+    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd rounded up to 128s
     norm: str = 'rms'            # rms (RMSNorm) or layer (LayerNorm)
-    norm_eps: float = 1e-5       # added to the variance
-    mlp: str = 'swiglu'          # swiglu, gelu (exact, by erf) or gelu_tanh (GPT-2's approximation)
-    bias: bool = False           # biases in every linear layer and LayerNorm, the head and the router aside
-    qkv_bias: bool = False       # biases in the query, key and value projection alone
-    qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
+    mlp: str = 'swiglu'          # swiglu, gelu (exact) or gelu_tanh (GPT-2's approximation)
+    pos: str = 'rope'            # rope (rotary) or learned (one vector per position)
     wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)); parallel: x + attn(norm(x)) + mlp(norm(x))
+    bias: bool = False           # biases in linear layers and LayerNorm; never in head, router and RMSNorm
     tie: bool = False            # the head shares the embedding's matrix
-    dropout: float = 0.0         # on the embedding and on what each part adds to the residual stream
-    pos: str = 'rope'            # rope (rotary) or learned (a vector a position)
-    rope_base: float = 10000.0   # the slowest pair turns once in about 2 pi times as many tokens
+    dropout: float = 0.0         # on the embedding, and on what each part adds to the residual stream
+    causal: bool = True          # false: an encoder, every token sees every token; no loss, no cache, no text
+
+    # rarer switches
+    vocab_multiple: int = 1      # embedding and head get rows up to a multiple of this; 64 suits a GPU
+    norm_eps: float = 1e-5       # added to the mean square (or variance) before the square root
+    qkv_bias: bool = False       # biases in the query, key and value projections only
+    qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
+    rope_base: float = 10000.0   # the slowest pair needs about 2 pi * rope_base tokens for a full turn
     rope_scaling: str = ''       # linear,factor | llama3,factor,low,high,length | yarn,factor,length,fast,slow,m,m_all
-    window: int = 0              # keys a query sees, itself included; 0: all before it
-    causal: bool = True          # false: an encoder, every token sees every token; no loss, no cache, no generation
+    window: int = 0              # a query sees this many keys, its own included; 0: all up to its own
+
+    # mixture of experts (skip on a first reading)
     n_expert: int = 0            # experts in place of the MLP; 0: one plain MLP
-    n_active: int = 2            # experts a token visits
-    n_shared: int = 0            # experts that every token visits besides
+    n_active: int = 2            # experts that a token visits
+    n_shared: int = 0            # further experts that every token visits
     d_expert: int = 0            # width of an expert; 0: d_ff
-    n_dense: int = 0             # first layers that keep the plain MLP
-    norm_topk: bool = True       # the weights of the experts visited sum to 1
+    n_dense: int = 0             # the first layers that keep the plain MLP
+    norm_topk: bool = True       # the weights of the visited experts are scaled to sum to 1
     expert_scale: float = 1.0    # factor on those weights
     balance: float = 0.01        # weight of the load-balance term, in training only
-    kv_rank: int = 0             # latent attention: width of the latent that keys and values come from; 0: off
-    q_rank: int = 0              # latent attention: width of the queries' latent; 0: queries come straight from x
-    rope_dim: int = 0            # latent attention: rotated part of head_dim; its key is shared by all heads
-    v_dim: int = 0               # latent attention: width of a value head; 0: head_dim
+
+    # latent attention (skip on a first reading)
+    kv_rank: int = 0             # width of the latent that keys and values are made from; 0: off
+    q_rank: int = 0              # width of the latent that queries are made from; 0: none, straight from x
+    rope_dim: int = 0            # rotated part of head_dim; its key is shared by all heads
+    v_dim: int = 0               # width of a value head; 0: head_dim
 
     def __post_init__(self):
-        at_least_1 = ('vocab_size', 'vocab_multiple', 'block_size', 'n_layer', 'n_head', 'n_embd', 'n_active')
-        for name, value in vars(self).items():
-            least = 1 if name in at_least_1 else 0
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise ValueError(f'{name} is {value}, but must be at least {least}')
-        for name, known in dict(norm=('rms', 'layer'), mlp=('swiglu', 'gelu', 'gelu_tanh'),
-                                wiring=('pre', 'post', 'parallel'), pos=('rope', 'learned')).items():
-            if getattr(self, name) not in known:
-                raise ValueError(f'{name} is {getattr(self, name)!r}, but must be one of {", ".join(known)}')
-        if not self.head_dim and self.n_embd % self.n_head:
-            raise ValueError(f'n_embd {self.n_embd} is no multiple of n_head {self.n_head}: change one or set head_dim')
-        self.n_kv_head, self.head_dim = self.n_kv_head or self.n_head, self.head_dim or self.n_embd // self.n_head
-        self.d_ff = self.d_ff or (math.ceil(self.n_embd * 8/3 / 128) * 128 if self.mlp == 'swiglu' else 4 * self.n_embd)
-        self.d_expert, self.v_dim = self.d_expert or self.d_ff, self.v_dim or self.head_dim
-        self.vocab_rows = -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple  # of embedding and head
-        for wrong, sentence in conflicts(self):  # rules on several fields, the last function of this file
-            if wrong:
-                raise ValueError(sentence)
-        rope_frequencies(self)  # refuses a rope_scaling that it can't read
+        # copy() starts from the values as given, so that a copy derives its own head_dim, d_ff, ...
+        self.given = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_config(self)
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.d_ff == 0:
+            self.d_ff = 4 * self.n_embd
+            if self.mlp == 'swiglu':  # three matrices instead of two: 2/3 of the width costs the same
+                self.d_ff = math.ceil(8 * self.n_embd / 384) * 128
+        self.d_expert = self.d_expert or self.d_ff
+        self.v_dim = self.v_dim or self.head_dim
+
+    def copy(self, **changes):
+        """The same Config with some values changed; what was derived is derived again."""
+        return Config(**{**self.given, **changes})
+
+    @property
+    def vocab_rows(self):
+        """Rows of embedding and head: vocab_size, rounded up to a multiple of vocab_multiple."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
 
-FAMILIES = {  # what differs from the default; ranks, windows and experts in sizes that suit a small model
+# What differs from the defaults. Windows, ranks and experts have sizes that suit a small model.
+FAMILIES = {
     'gpt1': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True, wiring='post'),
-    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),    # GPT-3 too, but dense
+    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),  # GPT-3 too, if dense
     'llama': dict(),
     'llama3': dict(n_kv_head=2, rope_base=5e5),
     'llama3.1': dict(n_kv_head=2, rope_base=5e5, rope_scaling='llama3,8,1,4,8192'),
@@ -95,69 +107,69 @@ FAMILIES = {  # what differs from the default; ranks, windows and experts in siz
     'deepseek': dict(norm_eps=1e-6, head_dim=48, rope_dim=16, v_dim=32, kv_rank=64,
                      n_expert=8, n_shared=2, n_dense=1, d_expert=128, norm_topk=False, balance=0.001),
     'palm': dict(n_kv_head=1, norm='layer', wiring='parallel', tie=True),
-    'encoder': dict(norm='layer', bias=True, pos='learned', mlp='gelu', causal=False),  # ViT, and Whisper's encoder
+    # the block of ViT and of Whisper's encoder
+    'encoder': dict(norm='layer', bias=True, pos='learned', mlp='gelu', causal=False),
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # The path every token takes
 
 
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, in fp32 whatever comes in."""
-
-    def __init__(self, cfg, width, kind=''):
-        super().__init__()
-        self.kind, self.eps = kind or cfg.norm, cfg.norm_eps
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if cfg.bias and self.kind == 'layer' else None
-
-    def forward(self, x):
-        weight, bias = (p if p is None else p.float() for p in (self.weight, self.bias))
-        if self.kind == 'rms':
-            return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
-        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
+def make_norm(cfg, width):
+    """RMSNorm or LayerNorm over the last dimension. Both compute in fp32 whatever comes in; the
+    result has the input's dtype, or fp32 under CUDA's autocast."""
+    if cfg.norm == 'rms':
+        return nn.RMSNorm(width, eps=cfg.norm_eps)
+    return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias)
 
 
-def rope_frequencies(cfg, device=None):
-    """Radians a position of each rotated pair, (D/2,), and a factor on cos and sin that only YaRN sets."""
-    width = cfg.rope_dim if cfg.kv_rank else cfg.head_dim
-    steps = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    freq = cfg.rope_base ** (-steps / width)                             # (D/2,)
-    return scale_frequencies(cfg, freq) if cfg.rope_scaling else (freq, 1.0)
+class Rope:
+    """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair, and
+    the token at position p has its pair i rotated by the angle p * frequency[i]. The product of
+    a rotated query and a rotated key then depends on the distance between their positions
+    alone.
 
-
-class Rope(nn.Module):
-    """Rotary positions (arXiv:2104.09864): pair i of a head, (x[i], x[i + D/2]), turns by position * frequency[i].
-    The tables follow the model's device but are never cast: in bf16 positions 2045 and 2047 are the same."""
+    The tables stay in fp32. In bf16 a cosine keeps 8 bits, and so the slowest pair, whose angle
+    grows by 1/10000 per position, would have one and the same cosine for the first 600
+    positions. They are plain tensors, not buffers: .to(dtype) would cast buffers, and DDP sends
+    them in every update.
+    """
 
     def __init__(self, cfg):
-        super().__init__()
-        self.cfg = cfg
-        self.build(None)
+        frequency, factor = rope_frequencies(cfg)  # (D/2,)
+        position = torch.arange(cfg.block_size, dtype=torch.float32, device='cpu')
+        angle = torch.outer(position, frequency)   # (block_size, D/2)
+        self.tables = angle.cos() * factor, angle.sin() * factor
+        self.cos, self.sin = self.tables  # copies of the tables on the model's device
 
-    def build(self, device):
-        freq, factor = rope_frequencies(self.cfg, device)
-        angle = torch.outer(torch.arange(self.cfg.block_size, device=freq.device).float(), freq)  # (T_max, D/2)
-        self.register_buffer('cos', angle.cos() * factor, persistent=False)
-        self.register_buffer('sin', angle.sin() * factor, persistent=False)
+    def move_to(self, device):
+        """Copies the tables to the device, unless they are there already."""
+        if self.cos.device != device:
+            self.cos, self.sin = (table.to(device) for table in self.tables)
 
-    def _apply(self, fn, recurse=True):  # .to(), .to_empty(), .half(), ... land here
-        try:  # where would fn put the tables?
-            device = fn(self.cos.new_empty(0)).device
-        except NotImplementedError:  # nothing can be copied from meta
-            device = fn(torch.empty(0)).device
-        if device != self.cos.device:
-            self.build(device)
-        return self
+    def rotate(self, x, pos):
+        """x (B, T, heads, D), its tokens at positions pos (1 or B, T) -> rotated, in fp32."""
+        cos = self.cos[pos][:, :, None]    # (1 or B, T, 1, D/2)
+        sin = self.sin[pos][:, :, None]    # (1 or B, T, 1, D/2)
+        a, b = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) twice
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    def forward(self, x, pos):
-        cos, sin = self.cos[pos][:, :, None], self.sin[pos][:, :, None]  # (1 or B, T, 1, D/2)
-        a, b = x.float().chunk(2, dim=-1)                                # (B, T, heads, D/2) each
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+def rope_frequencies(cfg):
+    """The angle per position of each rotated pair, in radians, (D/2,); and a factor on cos and
+    sin, which is 1.0 except for YaRN."""
+    width = cfg.rope_dim or cfg.head_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device='cpu') / width  # (D/2,), from 0 up to 1
+    frequency = cfg.rope_base ** -exponent  # (D/2,)
+    if cfg.rope_scaling:
+        return scale_frequencies(cfg, frequency)
+    return frequency, 1.0
 
 
 class Fused(nn.Linear):
-    """Several matrices with one input, stacked into one product, for fewer launches. Returns a tensor per role."""
+    """Several matrices with the same input, stacked into one: one large product is faster than
+    several small ones. `roles` are the output widths of the single matrices. Returns one tensor
+    per role."""
 
     def __init__(self, width, roles, bias=False):
         super().__init__(width, sum(roles), bias)
@@ -167,334 +179,638 @@ class Fused(nn.Linear):
         return super().forward(x).split(self.roles, dim=-1)
 
 
+class ToResidual(nn.Linear):
+    """A linear layer whose output is added to the residual stream. Its weights start smaller
+    than others, or at zero."""
+
+
+def attention_mask(pos, S, window, causal):
+    """Which of S slots each new token may see: True where it may, (1 or B, 1, T, S). Slot j
+    holds position j.
+
+        three new tokens at positions 2, 3, 4; S = 5       the same, window = 2
+            2   x x x . .                                      . x x . .
+            3   x x x x .                                      . . x x .
+            4   x x x x x                                      . . . x x
+
+    pos (1 or B, T): positions of the new tokens. None means that no mask is needed, since
+    `attend` knows whether it is causal. That is so while all visible tokens are new and the
+    window hides none of them, also for a batch of prompts padded on the right. With cached
+    tokens it isn't: SDPA's own causal mask takes the first new token for position 0.
+
+    ALiBi, attention sinks or a mask between documents would be made here, as a float mask: SDPA
+    adds it to the scores.
+    """
+    all_new = S == pos.shape[1]
+    window_hides = 0 < window < S
+    if all_new and not window_hides:
+        return None
+    query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
+    key = torch.arange(S, device=pos.device)  # (S,)
+    mask = key > query - (window or S)        # (1 or B, 1, T, S)
+    if causal:
+        mask = mask & (key <= query)
+    return mask
+
+
 def attend(q, k, v, mask, causal, scale=None):
-    """softmax(scale * q k^T) v; scale None is 1/sqrt(D). CUDA's flash kernel takes causal or not, but never a mask."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale,
-                                          enable_gqa=q.shape[1] != k.shape[1])
+    """softmax(scale * q k^T + mask) v, the one attention of this file.
+
+    q (B, H, T, D), k and v (B, K, S, D)  ->  (B, H, T, D)
+    H / K query heads share each key/value head. scale None is 1/sqrt(D). The scores (B, H, T,
+    S) are never stored; bench.py's explicit_attention writes them out. Without a mask CUDA's
+    flash kernel can run.
+    """
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None,
+                                          scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245): H / K query heads share each key/value head."""
+    """Grouped-query attention (arXiv:2305.13245)."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
         self.layer, self.rope, self.causal = layer, rope, cfg.causal
-        self.head_dim, H, K = cfg.head_dim, cfg.n_head, cfg.n_kv_head
-        self.w_qkv = Fused(cfg.n_embd, [n * cfg.head_dim for n in (H, K, K)], cfg.bias or cfg.qkv_bias)
-        self.w_out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.n_embd, bias=cfg.bias)
-        self.q_norm = Norm(cfg, cfg.head_dim, 'rms') if cfg.qk_norm else nn.Identity()
-        self.k_norm = Norm(cfg, cfg.head_dim, 'rms') if cfg.qk_norm else nn.Identity()
+        self.n_head, self.n_kv_head, self.head_dim = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        q_width = cfg.n_head * cfg.head_dim
+        kv_width = cfg.n_kv_head * cfg.head_dim
+        self.w_qkv = Fused(cfg.n_embd, [q_width, kv_width, kv_width], cfg.bias or cfg.qkv_bias)
+        self.w_out = ToResidual(q_width, cfg.n_embd, cfg.bias)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
 
     def forward(self, x, pos, mask, cache):
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.w_qkv(x))  # (B, T, H, D), (B, T, K, D) twice
-        q, k = self.rope(self.q_norm(q), pos), self.rope(self.k_norm(k), pos)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, K, T, D) twice
+        q, k, v = self.w_qkv(x)                               # (B, T, H D), (B, T, K D) twice
+        q = q.unflatten(-1, (self.n_head, self.head_dim))     # (B, T, H, D)
+        k = k.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
+        v = v.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
+        if self.q_norm is not None:
+            q = self.q_norm(q.type_as(self.q_norm.weight))
+            k = self.k_norm(k.type_as(self.k_norm.weight))
+        if self.rope is not None:
+            q = self.rope.rotate(q, pos)
+            k = self.rope.rotate(k, pos)
+        # attention wants one dtype, and heads before tokens
+        q = q.type_as(v).transpose(1, 2)                      # (B, H, T, D)
+        k = k.type_as(v).transpose(1, 2)                      # (B, K, T, D)
+        v = v.transpose(1, 2)                                 # (B, K, T, D)
+        # what was cached comes before the new tokens
         if cache is not None:
-            k, v = cache.update(self.layer, k, v)                    # (B, K, S, D) twice
-        y = attend(q, k, v, mask, self.causal)                       # (B, H, T, D)
-        return self.w_out(y.transpose(1, 2).flatten(2))              # (B, T, C)
+            k, v = cache.update(self.layer, k, v)             # (B, K, S, D) twice
+        y = attend(q, k, v, mask, self.causal)                # (B, H, T, D)
+        y = y.transpose(1, 2).flatten(2)                      # (B, T, H D)
+        return self.w_out(y)                                  # (B, T, C)
 
 
-def swiglu(gate, up):  # arXiv:2002.05202
-    return F.silu(gate) * up
-
-
-class MLP(nn.Module):
-    """Up to the wider F, a nonlinearity, and down again."""
+class SwiGLU(nn.Module):
+    """The gated MLP (arXiv:2002.05202): w_down(silu(w_gate x) * w_up x)."""
 
     def __init__(self, cfg, width):
         super().__init__()
-        n_up, self.act = {'swiglu': (2, swiglu), 'gelu': (1, F.gelu), 'gelu_tanh': (1, nn.GELU('tanh'))}[cfg.mlp]
-        self.w_up = Fused(cfg.n_embd, [width] * n_up, cfg.bias)  # gate and up, or up alone
-        self.w_down = nn.Linear(width, cfg.n_embd, bias=cfg.bias)
+        self.w_up = Fused(cfg.n_embd, [width, width], cfg.bias)          # gate and up
+        self.w_down = ToResidual(width, cfg.n_embd, cfg.bias)
 
     def forward(self, x):
-        return self.w_down(self.act(*self.w_up(x)))                 # (B, T, F) inside, (B, T, C) out
+        gate, up = self.w_up(x)                # (B, T, F) twice
+        return self.w_down(F.silu(gate) * up)  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """The classic MLP: w_down(gelu(w_up x))."""
+
+    def __init__(self, cfg, width):
+        super().__init__()
+        self.approximate = 'tanh' if cfg.mlp == 'gelu_tanh' else 'none'
+        self.w_up = nn.Linear(cfg.n_embd, width, cfg.bias)
+        self.w_down = ToResidual(width, cfg.n_embd, cfg.bias)
+
+    def forward(self, x):
+        up = self.w_up(x)  # (B, T, F)
+        return self.w_down(F.gelu(up, approximate=self.approximate))  # (B, T, C)
+
+
+def make_mlp(cfg, layer):
+    """The part of a block that works on each token alone."""
+    if cfg.n_expert and layer >= cfg.n_dense:
+        return MixtureOfExperts(cfg)
+    if cfg.mlp == 'swiglu':
+        return SwiGLU(cfg, cfg.d_ff)
+    return MLP(cfg, cfg.d_ff)
 
 
 class Block(nn.Module):
-    """Tokens look at each other (attention), then each is worked on alone (MLP); both add to the residual stream."""
+    """Attention lets the tokens look at each other, then the MLP works on each token alone.
+    Each of them adds its output to the residual stream x."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
         self.wiring = cfg.wiring
-        self.attn_norm = Norm(cfg, cfg.n_embd)
-        self.attn = (LatentAttention if cfg.kv_rank else Attention)(cfg, layer, rope)
-        self.mlp_norm = None if cfg.wiring == 'parallel' else Norm(cfg, cfg.n_embd)
-        self.mlp = MixtureOfExperts(cfg) if cfg.n_expert and layer >= cfg.n_dense else MLP(cfg, cfg.d_ff)
+        self.attn_norm = make_norm(cfg, cfg.n_embd)
+        self.attn = LatentAttention(cfg, layer, rope) if cfg.kv_rank else Attention(cfg, layer, rope)
+        self.mlp_norm = None if cfg.wiring == 'parallel' else make_norm(cfg, cfg.n_embd)
+        self.mlp = make_mlp(cfg, layer)
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, pos, mask, cache):
+        """x (B, T, C) -> x (B, T, C), and the experts' balance term (B,), or 0.0 without
+        experts."""
         if self.wiring == 'pre':
             x = x + self.drop(self.attn(self.attn_norm(x), pos, mask, cache))
-            return x + self.drop(self.mlp(self.mlp_norm(x)))
+            y, balance = self.run_mlp(self.mlp_norm(x))
+            return x + self.drop(y), balance
         if self.wiring == 'post':
             x = self.attn_norm(x + self.drop(self.attn(x, pos, mask, cache)))
-            return self.mlp_norm(x + self.drop(self.mlp(x)))
-        n = self.attn_norm(x)  # parallel: one norm, both parts read it
-        return x + self.drop(self.attn(n, pos, mask, cache) + self.mlp(n))
+            y, balance = self.run_mlp(x)
+            return self.mlp_norm(x + self.drop(y)), balance
+        # parallel: one norm, and both parts read it
+        n = self.attn_norm(x)
+        y, balance = self.run_mlp(n)
+        return x + self.drop(self.attn(n, pos, mask, cache) + y), balance
 
-
-@torch.no_grad()
-def init_weights(model):
-    """GPT-2's: normal(0, 0.02); a block's two matrices that write to the residual stream get 1/sqrt(2 L) of that."""
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            writes = 'w_out' in name or 'w_down' in name
-            p.normal_(0, 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes else 0.02)
-        else:
-            p.fill_(0 if name.endswith('bias') else 1)
+    def run_mlp(self, x):
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x)
+        return self.mlp(x), 0.0
 
 
 class Transformer(nn.Module):
-    """The whole model. `model(idx, targets)` is training, `model(idx, cache=cache)` is inference."""
-    logits_at_once = 2 ** 26  # the loss of more logits than this (256 MiB in fp32) goes through chunks of tokens
+    """The whole model. `model(idx, targets)` is training, `model(idx, cache=cache)` is
+    inference."""
+
+    logits_at_once = 2 ** 26  # a loss with more logits (256 MiB in fp32) is computed in chunks of tokens
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        self.rope = Rope(cfg) if cfg.pos == 'rope' else None
         self.embed = nn.Embedding(cfg.vocab_rows, cfg.n_embd)
         self.embed_pos = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.pos == 'learned' else None
         self.drop = nn.Dropout(cfg.dropout)
-        rope = Rope(cfg) if cfg.pos == 'rope' else lambda x, pos: x
-        self.blocks = nn.ModuleList(Block(cfg, layer, rope) for layer in range(cfg.n_layer))
-        self.norm = nn.Identity() if cfg.wiring == 'post' else Norm(cfg, cfg.n_embd)
+        self.blocks = nn.ModuleList(Block(cfg, layer, self.rope) for layer in range(cfg.n_layer))
+        # a post-norm block ends with a norm of its own
+        self.norm = nn.Identity() if cfg.wiring == 'post' else make_norm(cfg, cfg.n_embd)
         self.lm_head = None if cfg.tie else nn.Linear(cfg.n_embd, cfg.vocab_rows, bias=False)
         init_weights(self)
 
-    def hidden(self, x, cache=None):
-        """Ids (B, T), or embeddings (B, T, C), to the last block's normed output (B, T, C). A cache gains T tokens."""
-        T = x.shape[1]
-        if T > self.cfg.block_size:
-            raise ValueError(f'{T} tokens are more than block_size {self.cfg.block_size}')
-        if cache is not None and len(x) != len(cache.lengths):
-            raise ValueError(f'{len(x)} rows of tokens do not fit a cache of {len(cache.lengths)} rows')
-        pos = torch.arange(T, device=x.device)[None] if cache is None else cache.extend(T)  # (1 or B, T)
-        S = T if cache is None else cache.visible
-        mask = None  # attend's is_causal is enough, and lets CUDA's flash kernel run, which takes no mask,
-        if S > T or self.cfg.window:  # but not with a window, nor after cached tokens: it puts query 0 at slot 0
-            query, key = pos[:, None, :, None], torch.arange(S, device=x.device)  # (1 or B, 1, T, 1), (S,)
-            mask = (key <= query) & (key > query - (self.cfg.window or S))        # (1 or B, 1, T, S)
-        if not x.is_floating_point():
-            x = self.embed(x)                                        # (B, T, C)
-        if self.embed_pos is not None:
-            x = x + self.embed_pos(pos)
-        x = self.drop(x)
-        for block in self.blocks:
-            x = block(x, pos, mask, cache)
-        return self.norm(x)
-
-    def head(self, x):
-        """(..., C) to logits (..., V); the rows that only pad the vocabulary are cut off."""
-        x = F.linear(x, self.embed.weight) if self.lm_head is None else self.lm_head(x)  # (..., rows of the embedding)
-        return x[..., :self.cfg.vocab_size]                          # (..., V)
-
-    def nll(self, x, targets):
-        """Negative log-likelihood, summed in fp32, of the targets (N,) after x (N, C)."""
-        return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
-
-    def loss(self, x, targets):
-        """Mean of nll over the targets that are not -1; 0 without any. Large logits are made in chunks, never whole."""
-        x, targets = x.flatten(0, 1), targets.flatten()              # (B * T, C), (B * T,)
-        n = max(1, self.logits_at_once // self.cfg.vocab_size)       # tokens of a chunk
-        # a chunk's logits are made again in the backward pass
-        nll = self.nll if len(x) <= n else partial(checkpoint, self.nll, use_reentrant=False)
-        total = sum(nll(*chunk) for chunk in zip(x.split(n), targets.split(n)))
-        return total / (targets != -1).sum().clamp(min=1)
-
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) to (logits, None), of the last position (B, 1, V) or of all (B, T, V). With targets (B, T), -1 for
-        none, to (None, loss): nats per target, in training plus the experts' balance term."""
-        x = self.hidden(idx, cache)
+        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With
+        targets (B, T), of which -1 is none -> the loss, a scalar: mean cross-entropy in nats
+        per target."""
+        x, balance = self.run_blocks(idx, cache)  # (B, T, C), (B,) or 0.0
         if targets is None:
-            return self.head(x if all_logits else x[:, -1:]), None
+            return self.head(x if all_logits else x[:, -1:])
         if not self.cfg.causal:
             raise ValueError('causal=false: each token sees its target, so there is no next-token loss')
         loss = self.loss(x, targets)
-        if self.training and self.cfg.n_expert:  # each MixtureOfExperts has left its term: popped, no graph stays
-            weight = (targets != -1).sum(1)                          # (B,): rows count as their targets do in the loss
-            balance = sum(vars(block.mlp).pop('balance', 0) for block in self.blocks[self.cfg.n_dense:])  # (B,)
-            loss = loss + self.cfg.balance * (balance * weight).sum() / weight.sum().clamp(min=1)
-        return None, loss
+        if self.cfg.n_expert:
+            loss = loss + self.cfg.balance * balance_gradient(balance, targets)
+        return loss
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts that replace a part
+    def run_blocks(self, x, cache=None):
+        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C), and
+        the sum of the blocks' balance terms, (B,) or 0.0. A cache gains T tokens per row."""
+        T = x.shape[1]
+        check_room(self.cfg, len(x), T, cache)
+        if cache is None:
+            pos, S = torch.arange(T, device=x.device)[None], T  # (1, T)
+        else:
+            pos, S = cache.extend(T), cache.visible             # (B, T)
+        mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
+        if self.rope is not None:
+            self.rope.move_to(x.device)
+        # the residual stream: embeddings in, each block adds to it
+        if not x.is_floating_point():
+            x = self.embed(x)                                   # (B, T, C)
+        if self.embed_pos is not None:
+            x = x + self.embed_pos(pos)
+        x = self.drop(x)
+        balance = 0.0
+        for block in self.blocks:
+            x, of_block = block(x, pos, mask, cache)
+            balance = balance + of_block
+        return self.norm(x), balance
+
+    def hidden(self, x, cache=None):
+        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C)."""
+        return self.run_blocks(x, cache)[0]
+
+    def head(self, x):
+        """(..., C) -> logits (..., V). Rows that only pad the vocabulary are cut off."""
+        if self.lm_head is None:
+            x = F.linear(x, self.embed.weight)  # (..., vocab_rows)
+        else:
+            x = self.lm_head(x)                 # (..., vocab_rows)
+        return x[..., :self.cfg.vocab_size]     # (..., V)
+
+    def nll(self, x, targets):
+        """x (N, C), targets (N,) -> the targets' negative log-likelihood, summed in fp32; -1 is
+        none."""
+        return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
+
+    def loss(self, x, targets):
+        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 if every target is
+        -1."""
+        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        if len(x) * self.cfg.vocab_size <= self.logits_at_once:
+            total = self.nll(x, targets)
+        else:
+            total = nll_in_chunks(self, x, targets)
+        return total / (targets != -1).sum().clamp(min=1)
 
 
-def yarn_mscale(factor, mscale):
-    """How much YaRN sharpens attention over `factor` times the trained length (arXiv:2309.00071, eq. 22)."""
-    return 0.1 * mscale * math.log(factor) + 1
+@torch.no_grad()
+def init_weights(model):
+    """GPT-2's: normal(0, 0.02), biases zero. What a block adds to the residual stream starts
+    smaller, by 1/sqrt(2 L), since 2 L such additions follow each other. Other parameters stay
+    as their modules made them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(0, 0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()
+        if isinstance(module, MixtureOfExperts):
+            module.w_up.normal_(0, 0.02)
+            module.w_down.normal_(0, 0.02)
+    for weight in residual_weights(model):
+        weight.mul_(1 / math.sqrt(2 * model.cfg.n_layer))
 
 
-def scale_frequencies(cfg, freq):
-    """Rotations for longer texts than the model was trained on: (D/2,) frequencies to (D/2,) and a factor."""
-    kind, *numbers = cfg.rope_scaling.split(',')
-    width = 2 * len(freq)
+def residual_weights(model):
+    """Yields the weights whose products are added to the residual stream: two per block."""
+    for module in model.modules():
+        if isinstance(module, ToResidual):
+            yield module.weight
+        if isinstance(module, MixtureOfExperts):
+            yield module.w_down
+
+
+# -----------------------------------------------------------------------------------------------
+# The end of the first sitting. What follows takes the place of a part above, or goes around it.
+#
+# The loss in chunks
+
+
+class ChunkedNLL(torch.autograd.Function):
+    """Sum of the model's nll over chunks of tokens, whose logits never exist all at once. The
+    gradients of a chunk are made in the forward pass, right after its logits, so no product is
+    made twice."""
+
+    @staticmethod
+    def forward(ctx, nll, chunk_size, x, targets, *weights):
+        total = torch.zeros((), device=x.device)
+        x_grads = []
+        # the weights' gradients add up over the chunks, in fp32
+        weight_grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        for x_chunk, targets_chunk in zip(x.split(chunk_size), targets.split(chunk_size)):
+            with torch.enable_grad():
+                x_chunk = x_chunk.detach().requires_grad_()  # (n, C)
+                loss = nll(x_chunk, targets_chunk)
+            x_grad, *grads = torch.autograd.grad(loss, (x_chunk, *weights), allow_unused=True)
+            total += loss.detach()
+            x_grads.append(x_grad)
+            for weight_grad, grad in zip(weight_grads, grads):
+                if grad is not None:
+                    weight_grad += grad
+        ctx.save_for_backward(torch.cat(x_grads), *weight_grads)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        """scale: the gradient of the total, with 1 / targets and fp16's loss scale in it."""
+        x_grad, *weight_grads = ctx.saved_tensors
+        weight_grads = [(grad * scale).to(dtype) for grad, dtype in zip(weight_grads, ctx.dtypes)]
+        return None, None, x_grad * scale, None, *weight_grads
+
+
+def nll_in_chunks(model, x, targets):
+    """model.nll(x, targets) for x (N, C) and targets (N,), with logits_at_once logits at a
+    time."""
+    chunk_size = max(1, model.logits_at_once // model.cfg.vocab_size)
+    if not torch.is_grad_enabled():
+        chunks = zip(x.split(chunk_size), targets.split(chunk_size))
+        return sum(model.nll(*chunk) for chunk in chunks)
+    # a head may be changed to use any of these; the blocks' parameters it can't reach
+    in_blocks = set(model.blocks.parameters())
+    weights = [p for p in model.parameters() if p not in in_blocks and p.requires_grad]
+    return ChunkedNLL.apply(model.nll, chunk_size, x, targets, *weights)
+
+
+# -----------------------------------------------------------------------------------------------
+# Rotary positions for longer texts than a model was trained on
+
+# the numbers that follow each kind's name in cfg.rope_scaling
+ROPE_SCALINGS = {
+    'linear': ('factor',),
+    'llama3': ('factor', 'low', 'high', 'length'),
+    'yarn': ('factor', 'length', 'fast', 'slow', 'm', 'm_all'),
+}
+
+
+def parse_rope_scaling(text):
+    """'linear,2' -> ('linear', {'factor': 2.0}). Raises ValueError for what it can't read."""
+    kind, *numbers = text.split(',')
+    names = ROPE_SCALINGS.get(kind, ())
     try:
-        numbers = [float(n) for n in numbers]
-        if not all(0 <= n < math.inf for n in numbers) or numbers[0] < 1:
-            raise ValueError
-        if kind == 'linear':       # positions squeezed into the trained length (arXiv:2306.15595)
-            (factor,) = numbers
-            return freq / factor, 1.0
-        if kind == 'llama3':       # slow pairs squeezed, fast ones kept, a ramp between (Llama 3.1's reference code)
-            factor, low, high, length = numbers
-            turns = length * freq / (2 * math.pi)                        # (D/2,), of each pair over the trained length
-            keep = ((turns - low) * (1 / (high - low))).clamp(0, 1)      # as floats: 1 / 0 raises
-            return freq * (keep + (1 - keep) / factor), 1.0
-        if kind == 'yarn':         # the same, the ramp drawn over the pairs' indices (arXiv:2309.00071)
-            factor, length, fast, slow, mscale, mscale_all_dim = numbers
-            first, last = (width * math.log(length / (2 * math.pi * times)) / (2 * math.log(cfg.rope_base))
-                           for times in (fast, slow))                    # the pair that turns so often in the length
-            first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
-            squeeze = ((torch.arange(len(freq), device=freq.device) - first) / max(last - first, 0.001)).clamp(0, 1)
-            sharpen = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
-            return freq * (1 - squeeze + squeeze / factor), sharpen
-    except (ValueError, ZeroDivisionError, IndexError):
-        pass
-    raise ValueError(f'rope_scaling is {cfg.rope_scaling!r}, but must be linear,factor or '
-                     'llama3,factor,low,high,length or yarn,factor,length,fast,slow,mscale,mscale_all_dim')
+        number = dict(zip(names, map(float, numbers), strict=True))
+        possible = number['factor'] >= 1 and all(0 <= n < math.inf for n in number.values())
+        if kind == 'llama3':
+            possible = possible and number['low'] < number['high']
+        if kind == 'yarn':
+            possible = possible and min(number['length'], number['fast'], number['slow']) > 0
+    except (ValueError, KeyError):
+        possible = False
+    if not possible:
+        known = ' or '.join(f'{kind},{",".join(names)}' for kind, names in ROPE_SCALINGS.items())
+        raise ValueError(f'rope_scaling is {text!r}, but must be {known}, with possible numbers')
+    return kind, number
 
 
-class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token leaves one latent of kv_rank numbers, from
-    which every head makes its key and value, and one rotated key that all heads share. Two forms, one result:
-    expanded (training, prefill) makes keys and values; absorbed (decode) moves w_kv's matrices to the query and the
-    output instead, so that attention reads the latents themselves, as MQA with wide heads."""
+def scale_frequencies(cfg, frequency):
+    """The frequencies (D/2,) for texts `factor` times as long -> frequencies (D/2,), factor on
+    cos and sin. Slow pairs are slowed down by `factor`, so that they meet no angle that they
+    weren't trained on."""
+    kind, number = parse_rope_scaling(cfg.rope_scaling)
+    slowed = frequency / number['factor']                         # (D/2,)
+    if kind == 'linear':
+        # all pairs alike (arXiv:2306.15595)
+        return slowed, 1.0
+    if kind == 'llama3':
+        # fast pairs are kept, slow ones slowed, with a ramp between them (Llama 3.1's reference code)
+        turns = number['length'] * frequency / (2 * math.pi)      # (D/2,), within the trained length
+        keep = (turns - number['low']) / (number['high'] - number['low'])
+        keep = keep.clamp(0, 1)
+        return frequency * keep + slowed * (1 - keep), 1.0
+    # YaRN (arXiv:2309.00071): the same, but the ramp is drawn over the numbers of the pairs
+    width = 2 * len(frequency)
 
-    def __init__(self, cfg, layer, rope):
-        super().__init__()
-        self.layer, self.rope, self.causal = layer, rope, cfg.causal
-        self.n_head, self.v_dim, self.rank = cfg.n_head, cfg.v_dim, cfg.kv_rank
-        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim         # P + R = D: plain and rotated dimensions
-        kind, *numbers = cfg.rope_scaling.split(',')
-        sharpen = yarn_mscale(float(numbers[0]), float(numbers[-1])) if kind == 'yarn' else 1.0
-        self.scale = sharpen ** 2 / math.sqrt(cfg.head_dim)              # once for the query, once for the key
-        self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False) if cfg.q_rank else nn.Identity()
-        self.q_norm = Norm(cfg, cfg.q_rank, 'rms') if cfg.q_rank else nn.Identity()
-        self.w_q = nn.Linear(cfg.q_rank or cfg.n_embd, cfg.n_head * cfg.head_dim, bias=False)
-        self.w_kv_latent = Fused(cfg.n_embd, [cfg.kv_rank, cfg.rope_dim])
-        self.kv_norm = Norm(cfg, cfg.kv_rank, 'rms')
-        self.w_kv = Fused(cfg.kv_rank, [cfg.n_head * self.q_split[0], cfg.n_head * cfg.v_dim])
-        self.w_out = nn.Linear(cfg.n_head * cfg.v_dim, cfg.n_embd, bias=False)
+    def pair_with(turns):
+        """The pair that makes so many turns within the trained length, as a fraction."""
+        return width * math.log(number['length'] / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_base))
+    first = max(math.floor(pair_with(number['fast'])), 0)
+    last = min(math.ceil(pair_with(number['slow'])), width - 1)
+    pair = torch.arange(len(frequency), device=frequency.device)  # (D/2,)
+    slow = (pair - first) / max(last - first, 0.001)
+    slow = slow.clamp(0, 1)
+    sharpen = yarn_mscale(number['factor'], number['m']) / yarn_mscale(number['factor'], number['m_all'])
+    return frequency * (1 - slow) + slowed * slow, sharpen
 
-    def forward(self, x, pos, mask, cache):
-        q = self.w_q(self.q_norm(self.w_q_latent(x))).unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
-        q, q_rope = q.split(self.q_split, dim=-1)                        # (B, T, H, P), (B, T, H, R)
-        q, q_rope = q.transpose(1, 2), self.rope(q_rope, pos).transpose(1, 2)  # (B, H, T, P), (B, H, T, R)
-        latent, k_rope = self.w_kv_latent(x)                           # (B, T, rank), (B, T, R)
-        latent = self.kv_norm(latent)[:, None]                           # (B, 1, T, rank)
-        k_rope = self.rope(k_rope[:, :, None], pos).transpose(1, 2)      # (B, 1, T, R)
-        if cache is not None:
-            latent, k_rope = cache.update(self.layer, latent, k_rope)    # (B, 1, S, rank), (B, 1, S, R)
-        form = self.absorbed if latent.shape[2] > x.shape[1] else self.expanded  # S > T: something was cached
-        y = form(q, q_rope, latent, k_rope, mask)                      # (B, H, T, v_dim)
-        return self.w_out(y.transpose(1, 2).flatten(2))                  # (B, T, C)
 
-    def expanded(self, q, q_rope, latent, k_rope, mask):
-        k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.w_kv(latent[:, 0]))
-        q = torch.cat((q, q_rope), dim=-1)                               # (B, H, T, D)
-        k = torch.cat((k, k_rope.expand(-1, self.n_head, -1, -1)), dim=-1)  # (B, H, S, D)
-        v = F.pad(v, (0, k.shape[-1] - self.v_dim))                      # (B, H, S, D): flash wants one width
-        return attend(q, k, v, mask, self.causal, self.scale)[..., :self.v_dim]  # (B, H, T, v_dim)
+def yarn_mscale(factor, m):
+    """How much YaRN sharpens attention over `factor` times the trained length
+    (arXiv:2309.00071, eq. 22)."""
+    return 0.1 * m * math.log(factor) + 1
 
-    def absorbed(self, q, q_rope, latent, k_rope, mask):
-        w_k, w_v = (w.unflatten(0, (self.n_head, -1)) for w in self.w_kv.weight.split(self.w_kv.roles))
-        q = torch.cat((q @ w_k, q_rope), dim=-1)                         # w_k (H, P, rank): (B, H, T, rank + R)
-        k = torch.cat((latent, k_rope), dim=-1)                          # (B, 1, S, rank + R)
-        y = attend(q, k, k, mask, self.causal, self.scale)[..., :self.rank]  # (B, H, T, rank): the keys are the values
-        return y @ w_v.mT                                                # w_v (H, v_dim, rank): (B, H, T, v_dim)
+
+# -----------------------------------------------------------------------------------------------
+# Mixture of experts, in place of the MLP
+
+
+class Router(nn.Linear):
+    """Scores each expert for each token. In fp32 also under autocast: in bf16 1.8 % of the
+    tokens of a DeepSeek model would visit other experts."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float())  # (B, T, E)
 
 
 class MixtureOfExperts(nn.Module):
-    """A router sends each token to A of E experts, each an MLP, and adds what they say, weighted; shared experts hear
-    every token (Mixtral, arXiv:2401.04088; DeepSeekMoE, arXiv:2401.06066). No token is ever dropped."""
+    """E experts, each a SwiGLU. A router picks A of them for each token and adds up their
+    outputs, weighted. Shared experts work on every token (Mixtral, arXiv:2401.04088;
+    DeepSeekMoE, arXiv:2401.06066). No token is ever dropped."""
 
     def __init__(self, cfg):
         super().__init__()
         self.n_active, self.norm_topk, self.scale = cfg.n_active, cfg.norm_topk, cfg.expert_scale
-        self.router = nn.Linear(cfg.n_embd, cfg.n_expert, bias=False)
-        self.w_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))  # (E, 2F, C): gate and up
-        self.w_down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))    # (E, C, F)
-        self.roles = [cfg.d_expert] * 2                                  # of w_up's rows
-        self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
+        self.roles = [cfg.d_expert, cfg.d_expert]                        # gate and up, the rows of w_up
+        self.w_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))  # (E, 2F, C)
+        self.w_down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))  # (E, C, F)
+        self.router = Router(cfg.n_embd, cfg.n_expert, bias=False)
+        self.shared = SwiGLU(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
 
     def forward(self, x):
-        probs = self.router(x).float().softmax(-1)                       # (B, T, E)
-        weight, chosen = probs.topk(self.n_active)                       # (B, T, A) twice
+        """x (B, T, C) -> (B, T, C), and the balance term (B,), which is 0.0 outside training."""
+        probs = self.router(x).softmax(-1)          # (B, T, E)
+        weight, chosen = probs.topk(self.n_active)  # (B, T, A) twice
+        balance = balance_term(probs, chosen) if self.training else 0.0
         if self.norm_topk:
             weight = weight / weight.sum(-1, keepdim=True)
-        if self.training:  # Switch Transformer's term (arXiv:2101.03961, eq. 4), a row: 1 when experts are used alike
-            share = F.one_hot(chosen, probs.shape[-1]).float().mean((1, 2))  # (B, E): of the row's visits
-            self.balance = (share * probs.mean(1)).sum(-1) * probs.shape[-1]  # (B,)
-        y = self.visit(x.flatten(0, 1), chosen.flatten(), weight.flatten() * self.scale).view_as(x)  # (B, T, C)
-        return y if self.shared is None else y + self.shared(x)
+        weight = weight * self.scale
+        y = self.visit(x.flatten(0, 1), chosen.flatten(0, 1), weight.flatten(0, 1))  # (N, C)
+        y = y.view_as(x)                            # (B, T, C)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, balance
 
     @torch.compiler.disable  # how many tokens each expert gets is known only at run time
     def visit(self, x, chosen, weight):
-        """x (N, C), with the N * A visits' experts and weights, to (N, C). Each expert reads its tokens at once."""
-        order = chosen.argsort(stable=True)                              # visits sorted by expert, (N * A,)
-        token = order // self.n_active                                   # (N * A,)
-        counts = chosen.bincount(minlength=len(self.w_up)).tolist()      # visits of each expert: E numbers
-        y = torch.zeros_like(x)
-        for w_up, w_down, rows, w in zip(self.w_up.unbind(), self.w_down.unbind(), token.split(counts),
-                                         weight[order].split(counts)):
-            if len(rows):
-                out = F.linear(swiglu(*F.linear(x[rows], w_up).chunk(2, dim=-1)), w_down)  # (n, C)
-                y.index_add_(0, rows, (out * w[:, None]).type_as(y))
+        """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts'
+        outputs (N, C)."""
+        # the N A visits sorted by expert, so that each expert reads its tokens in one product
+        order = chosen.flatten().argsort(stable=True)               # (N A,)
+        token = order // self.n_active                              # (N A,)
+        weight = weight.flatten()[order]                            # (N A,)
+        visits = chosen.flatten().bincount(minlength=len(self.w_up)).tolist()  # E numbers
+        y = torch.zeros_like(x)                                     # (N, C)
+        start = 0
+        for expert, n in enumerate(visits):
+            if n == 0:
+                continue
+            rows = token[start:start + n]                           # (n,)
+            gate, up = F.linear(x[rows], self.w_up[expert]).split(self.roles, dim=-1)  # (n, F) twice
+            out = F.linear(F.silu(gate) * up, self.w_down[expert])  # (n, C)
+            out = out * weight[start:start + n, None]
+            y.index_add_(0, rows, out.type_as(y))
+            start += n
         return y
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+def balance_term(probs, chosen):
+    """The load-balance term of Switch Transformer (arXiv:2101.03961, eq. 4), one per row: 1 if
+    all experts are used alike, more if not. probs (B, T, E), chosen (B, T, A) -> (B,)."""
+    n_expert = probs.shape[-1]
+    visits = F.one_hot(chosen, n_expert).float()             # (B, T, A, E)
+    share_of_visits = visits.mean((1, 2))                    # (B, E)
+    mean_prob = probs.mean(1)                                # (B, E)
+    return n_expert * (share_of_visits * mean_prob).sum(-1)  # (B,)
+
+
+def balance_gradient(balance, targets):
+    """balance (B,), targets (B, T) -> 0, with the gradient of the mean balance term. Added to
+    the loss, it changes what the model learns and leaves the loss what it is: cross-entropy."""
+    # each row counts as much as it has targets
+    weight = (targets != -1).sum(1)  # (B,)
+    mean = (balance * weight).sum() / weight.sum().clamp(min=1)
+    return mean - mean.detach()
+
+
+# -----------------------------------------------------------------------------------------------
+# Latent attention, in place of attention
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token leaves in the cache
+    one latent of kv_rank numbers, from which every head makes its key and its value, and one
+    rotated key for all heads.
+
+    Two forms give the same result. Expanded (training, prefill) makes the keys and values.
+    Absorbed (a step after cached tokens) lets attention read the latents themselves: the matrix
+    that would make the keys goes to the queries, the one that would make the values to the
+    output. It is then MQA with one wide head.
+    """
+
+    def __init__(self, cfg, layer, rope):
+        super().__init__()
+        self.layer, self.rope, self.causal = layer, rope, cfg.causal
+        self.n_head, self.kv_rank, self.v_dim = cfg.n_head, cfg.kv_rank, cfg.v_dim
+        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim         # P and R, the parts of D
+        self.scale = latent_scale(cfg)
+        if cfg.q_rank:
+            self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(cfg.q_rank, eps=cfg.norm_eps)
+        else:
+            self.w_q_latent = None
+        self.w_q = nn.Linear(cfg.q_rank or cfg.n_embd, cfg.n_head * cfg.head_dim, bias=False)
+        self.w_kv_latent = Fused(cfg.n_embd, [cfg.kv_rank, cfg.rope_dim])
+        self.kv_norm = nn.RMSNorm(cfg.kv_rank, eps=cfg.norm_eps)
+        self.w_kv = Fused(cfg.kv_rank, [cfg.n_head * self.q_split[0], cfg.n_head * cfg.v_dim])
+        self.w_out = ToResidual(cfg.n_head * cfg.v_dim, cfg.n_embd, bias=False)
+
+    def forward(self, x, pos, mask, cache):
+        q, q_rope = self.queries(x, pos)                    # (B, H, T, P), (B, H, T, R)
+        latent, k_rope = self.w_kv_latent(x)                # (B, T, kv_rank), (B, T, R)
+        latent = self.kv_norm(latent.type_as(self.kv_norm.weight))
+        k_rope = self.rope.rotate(k_rope[:, :, None], pos)  # (B, T, 1, R)
+        latent = latent.type_as(q)[:, None]                 # (B, 1, T, kv_rank)
+        k_rope = k_rope.type_as(q).transpose(1, 2)          # (B, 1, T, R)
+        if cache is not None:
+            latent, k_rope = cache.update(self.layer, latent, k_rope)  # (B, 1, S, kv_rank), (B, 1, S, R)
+        something_cached = latent.shape[2] > x.shape[1]                  # S > T
+        form = self.absorbed if something_cached else self.expanded
+        y = form(q, q_rope, latent, k_rope, mask)           # (B, H, T, v_dim)
+        y = y.transpose(1, 2).flatten(2)                    # (B, T, H v_dim)
+        return self.w_out(y)                                # (B, T, C)
+
+    def queries(self, x, pos):
+        """x (B, T, C) -> the plain part (B, H, T, P) and the rotated part (B, H, T, R) of each
+        head's query."""
+        if self.w_q_latent is not None:
+            x = self.w_q_latent(x)                        # (B, T, q_rank)
+            x = self.q_norm(x.type_as(self.q_norm.weight))
+        q = self.w_q(x).unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
+        q, q_rope = q.split(self.q_split, dim=-1)         # (B, T, H, P), (B, T, H, R)
+        q_rope = self.rope.rotate(q_rope, pos).type_as(q)
+        return q.transpose(1, 2), q_rope.transpose(1, 2)
+
+    def expanded(self, q, q_rope, latent, k_rope, mask):
+        k, v = self.w_kv(latent[:, 0])                          # (B, S, H P), (B, S, H v_dim)
+        k = k.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, S, P)
+        v = v.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, S, v_dim)
+        k_rope = k_rope.expand(-1, self.n_head, -1, -1)         # (B, H, S, R)
+        q = torch.cat((q, q_rope), dim=-1)                      # (B, H, T, D)
+        k = torch.cat((k, k_rope), dim=-1)                      # (B, H, S, D)
+        # the flash kernel wants values as wide as keys
+        v = F.pad(v, (0, k.shape[-1] - self.v_dim))             # (B, H, S, D)
+        y = attend(q, k, v, mask, self.causal, self.scale)      # (B, H, T, D)
+        return y[..., :self.v_dim]                              # (B, H, T, v_dim)
+
+    def absorbed(self, q, q_rope, latent, k_rope, mask):
+        w_k, w_v = self.w_kv.weight.split(self.w_kv.roles)  # (H P, kv_rank), (H v_dim, kv_rank)
+        w_k = w_k.unflatten(0, (self.n_head, -1))           # (H, P, kv_rank)
+        w_v = w_v.unflatten(0, (self.n_head, -1))           # (H, v_dim, kv_rank)
+        # q (w_k latent) = (q w_k) latent
+        q = torch.cat((q @ w_k, q_rope), dim=-1)            # (B, H, T, kv_rank + R)
+        k = torch.cat((latent, k_rope), dim=-1)             # (B, 1, S, kv_rank + R)
+        # the keys are the values too; their last R columns are dropped again
+        y = attend(q, k, k, mask, self.causal, self.scale)  # (B, H, T, kv_rank + R)
+        y = y[..., :self.kv_rank]                           # (B, H, T, kv_rank)
+        return y @ w_v.mT                                   # (B, H, T, v_dim)
+
+
+def latent_scale(cfg):
+    """The scale of latent attention's scores: 1/sqrt(D), and YaRN's sharpening of query and of
+    key."""
+    scale = 1 / math.sqrt(cfg.head_dim)
+    if cfg.rope_scaling.startswith('yarn'):
+        _, number = parse_rope_scaling(cfg.rope_scaling)
+        scale = scale * yarn_mscale(number['factor'], number['m_all']) ** 2
+    return scale
+
+
+# -----------------------------------------------------------------------------------------------
 # Inference
 
 
-def cache_shape(cfg, max_len=0):
-    """What a token leaves in a layer: (heads, width) twice, of key and value or of latent and rotated key."""
-    if not cfg.causal:
-        raise ValueError('causal=false: an encoder sees all tokens at once, so it has no cache')
-    if max_len > cfg.block_size:
-        raise ValueError(f'a cache of {max_len} tokens is longer than block_size {cfg.block_size}')
-    return ((1, cfg.kv_rank), (1, cfg.rope_dim)) if cfg.kv_rank else ((cfg.n_kv_head, cfg.head_dim),) * 2
+def cache_shape(cfg):
+    """What a token leaves in each layer, as (heads, width) twice: of its key and its value, or
+    of its latent and its rotated key."""
+    if cfg.kv_rank:
+        return (1, cfg.kv_rank), (1, cfg.rope_dim)
+    return (cfg.n_kv_head, cfg.head_dim), (cfg.n_kv_head, cfg.head_dim)
 
 
 class KVCache:
-    """Keys and values of `batch` rows of up to max_len (T_max) tokens, allocated at once; four verbs: extend, update,
-    truncate, repeat. Slot j holds position j. `static` is for a compiled step: attention reads all T_max slots and the
-    mask hides those not yet written, so no shape changes from token to token; a row too long is then not refused."""
+    """Keys and values of `batch` rows of up to max_len tokens each, allocated at once. Four
+    verbs: extend, update, truncate, repeat. Slot j of a row holds position j.
+
+    `static` is for a compiled step: once there is something in the cache, attention reads all
+    max_len slots and the mask hides the empty ones, so that no shape changes from token to
+    token.
+    """
 
     def __init__(self, cfg, batch, max_len, device=None, dtype=None, static=False):
+        check_cache(cfg, max_len)
         self.max_len, self.static = max_len, static
-        # a tensor a layer: a compiled step writes in place; zeros: a hidden slot weighs 0, but 0 * NaN is NaN
-        self.k, self.v = ([torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
-                           for _ in range(cfg.n_layer)] for heads, width in cache_shape(cfg, max_len))
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held by each row
+        key_shape, value_shape = cache_shape(cfg)
+
+        def one_per_layer(heads, width):
+            # zeros: a hidden slot has weight 0, but 0 * NaN would be NaN
+            shape = batch, heads, max_len, width
+            return [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.k = one_per_layer(*key_shape)    # L times (B, K, max_len, D)
+        self.v = one_per_layer(*value_shape)  # L times (B, K, max_len, D)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens in each row, (B,)
         self.visible = 0                                                 # slots that attention reads: S
 
     def extend(self, T):
-        """Room for T more tokens in every row; returns their positions (B, T). Once per forward, before update."""
-        visible = self.max_len if self.static and self.visible else self.visible + T  # static from the second call on
+        """Makes room for T more tokens in every row; returns their positions (B, T). Once per
+        forward pass."""
+        visible = self.visible + T
+        if self.static and self.visible > 0:
+            visible = self.max_len
         if visible > self.max_len:
             raise ValueError(f'{visible} tokens are more than the {self.max_len} that this cache has room for')
         self.visible = visible
-        self.pos = self.lengths[:, None] + torch.arange(T, device=self.lengths.device)  # (B, T)
+        new = torch.arange(T, device=self.lengths.device)  # (T,)
+        self.pos = self.lengths[:, None] + new             # (B, T)
         self.lengths += T
         return self.pos
 
     def update(self, layer, k, v):
-        """Stores a layer's new k, v (B, K, T, D) and returns all that is visible, (B, K, S, D). Once per layer."""
+        """Stores one layer's new k and v (B, K, T, D); returns all that is visible, (B, K, S,
+        D) twice."""
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
-        for store, new in ((self.k[layer], k), (self.v[layer], v)):
-            store[row, :, self.pos] = new.transpose(1, 2).to(store.dtype)   # (B, T, K, D)
-        return (store[layer][:, :, :self.visible].to(k.dtype) for store in (self.k, self.v))
+        self.k[layer][row, :, self.pos] = k.transpose(1, 2).to(self.k[layer].dtype)  # (B, T, K, D)
+        self.v[layer][row, :, self.pos] = v.transpose(1, 2).to(self.v[layer].dtype)  # (B, T, K, D)
+        k_seen = self.k[layer][:, :, :self.visible].to(k.dtype)  # (B, K, S, D)
+        v_seen = self.v[layer][:, :, :self.visible].to(v.dtype)  # (B, K, S, D)
+        return k_seen, v_seen
 
     def truncate(self, length):
         """Forgets the tokens from position `length` on: an int, or one per row (B,)."""
-        self.lengths.copy_(self.lengths.minimum(torch.as_tensor(length, device=self.lengths.device)))
-        self.visible = self.max_len if self.static and self.lengths.any() else int(self.lengths.max())
+        length = torch.as_tensor(length, device=self.lengths.device)
+        self.lengths.copy_(self.lengths.minimum(length))
+        self.visible = int(self.lengths.max())
+        if self.static and self.visible > 0:
+            self.visible = self.max_len
 
     def repeat(self, n):
-        """Each row n times, neighbours of each other: prefill a prompt once, sample it n times."""
-        self.k, self.v = ([x.repeat_interleave(n, dim=0) for x in store] for store in (self.k, self.v))
+        """Copies each row n times, side by side: a prompt is read once and continued n times."""
+        if n == 1:
+            return
+        self.k = [k.repeat_interleave(n, dim=0) for k in self.k]
+        self.v = [v.repeat_interleave(n, dim=0) for v in self.v]
         self.lengths = self.lengths.repeat_interleave(n)
 
     @property
@@ -502,199 +818,256 @@ class KVCache:
         return sum(x.nbytes for x in self.k + self.v)
 
 
-class PagedKVCache:
-    """The same four verbs over a pool of n_blocks (0: for `batch` full rows) of `block` tokens: a row owns the blocks
-    it has filled and gives them back on truncate. Saves memory, costs time: each update gathers the rows' blocks."""
-
-    def __init__(self, cfg, batch, max_len, block=16, n_blocks=0, device=None, dtype=None):
-        self.max_len, self.block = max_len, block
-        n_blocks = n_blocks or batch * -(-max_len // block)
-        self.k, self.v = (torch.zeros(cfg.n_layer, n_blocks, heads, block, width, device=device, dtype=dtype)
-                          for heads, width in cache_shape(cfg, max_len))
-        self.free = list(range(n_blocks))
-        self.tables = [[] for _ in range(batch)]                         # each row's blocks, in order of position
-        self.lengths, self.visible = [0] * batch, 0
-
-    def reserve(self, lengths, tables):
-        """Grows the rows' tables to hold these lengths, and adopts both; a refusal changes nothing."""
-        need = [-(-n // self.block) - len(table) for n, table in zip(lengths, tables)]
-        if max(lengths) > self.max_len:
-            raise ValueError(f'{max(lengths)} tokens are more than the {self.max_len} that this cache allows a row')
-        if sum(need) > len(self.free):
-            raise ValueError(f'the cache needs {sum(need)} more blocks of {self.block} tokens, but {len(self.free)} of '
-                             f'{self.k.shape[1]} are free: give it more blocks, or fewer or shorter rows')
-        for n, table in zip(need, tables):
-            table.extend(self.free.pop() for _ in range(n))
-        self.tables, self.lengths, self.visible = tables, lengths, max(lengths)
-
-    def extend(self, T):
-        start = self.lengths
-        self.reserve([n + T for n in start], self.tables)
-        device, width = self.k.device, max(map(len, self.tables))
-        pos = torch.tensor(start, device=device)[:, None] + torch.arange(T, device=device)            # (B, T)
-        self.table = torch.tensor([t + [0] * (width - len(t)) for t in self.tables], device=device)   # (B, blocks)
-        self.slot = self.table.gather(1, pos // self.block), pos % self.block                         # (B, T) twice
-        return pos
-
-    def update(self, layer, k, v):
-        seen = []
-        for pool, new in ((self.k[layer], k), (self.v[layer], v)):
-            pool[self.slot[0], :, self.slot[1]] = new.transpose(1, 2).to(pool.dtype)                  # (B, T, K, D)
-            blocks = pool[self.table].transpose(1, 2)                                  # (B, K, blocks, block, D)
-            seen.append(blocks.flatten(2, 3)[:, :, :self.visible].to(new.dtype))                      # (B, K, S, D)
-        return seen
-
-    def truncate(self, length):
-        keep = torch.as_tensor(length).expand(len(self.lengths)).tolist()
-        self.lengths = [min(n, k) for n, k in zip(self.lengths, keep)]
-        for n, table in zip(self.lengths, self.tables):
-            while len(table) > -(-n // self.block):
-                self.free.append(table.pop())
-        self.visible = max(self.lengths)
-
-    def repeat(self, n):
-        source = [b for table in self.tables for _ in range(n) for b in table]
-        tables = [table if i == 0 else [] for table in self.tables for i in range(n)]  # the first copy keeps its blocks
-        self.reserve([length for length in self.lengths for _ in range(n)], tables)
-        target = [b for table in self.tables for b in table]
-        self.k[:, target], self.v[:, target] = self.k[:, source], self.v[:, source]
-
-    @property
-    def nbytes(self):
-        return sum(map(len, self.tables)) * (self.k[:, :1].nbytes + self.v[:, :1].nbytes)
-
-
 def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
-    """One id a row, (B,), from logits (B, V) and one number in [0, 1) a row, (B,). Temperature 0 takes the likeliest.
-    top_k keeps exactly that many (0: all); top_p keeps an id if the likelier ones sum to less than it
-    (arXiv:1904.09751), so always the first. A row of logits without a finite maximum gives -1."""
-    values = logits.float()                                              # (B, V)
-    ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
-    best, choice = values.max(-1, keepdim=True)                          # (B, 1) twice; NaN wins a max
-    if temperature > 0:
-        if 0 < top_k < logits.shape[-1] or top_p < 1:
-            values, ids = values.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # (B, k), falling
-        probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # fp32 rounds less to 0
-        if top_p < 1:
-            before = probs.cumsum(-1) - probs
-            probs = probs.where((before < top_p) | (before == 0), 0)
-        total = probs.cumsum(-1)
-        mark = noise[:, None] * (1 - 1e-6) * total[:, -1:]               # (B, 1), strictly below the total
-        choice = ids.gather(1, torch.searchsorted(total, mark, right=True).clamp(max=total.shape[-1] - 1))
-    return choice.where(best.isfinite(), -1)[:, 0]
+    """One id per row, (B,), from logits (B, V) and one random number in [0, 1) per row, noise
+    (B,).
+
+    temperature 0 takes the likeliest id. top_k keeps exactly the k likeliest (0: all). top_p
+    keeps an id if the likelier ones together have less than this probability
+    (arXiv:1904.09751), so always the first. A row of logits that has no finite maximum gives
+    -1.
+    """
+    values = logits.float()                                        # (B, V)
+    best, likeliest = values.max(-1, keepdim=True)                 # (B, 1) twice; NaN wins a max
+    if temperature == 0:
+        return likeliest.where(best.isfinite(), -1)[:, 0]          # (B,)
+    # sorted by falling probability, where that is needed; ids[b, i] is the id that values[b, i] belongs to
+    V = logits.shape[-1]
+    ids = torch.arange(V, device=logits.device).expand_as(logits)  # (B, V)
+    if 0 < top_k < V or top_p < 1:
+        values, ids = values.topk(min(top_k or V, V))              # (B, k) twice
+    # the largest is subtracted before the division: a tiny temperature must not overflow
+    probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # (B, k)
+    if top_p < 1:
+        before = probs.cumsum(-1) - probs                          # (B, k)
+        probs = probs.where((before < top_p) | (before == 0), 0)
+    # the id at which the running sum passes the mark, which lies strictly below the total
+    running = probs.cumsum(-1)                                     # (B, k)
+    mark = noise[:, None] * (1 - 1e-6) * running[:, -1:]           # (B, 1)
+    place = torch.searchsorted(running, mark, right=True)          # (B, 1)
+    place = place.clamp(max=running.shape[-1] - 1)
+    return ids.gather(1, place).where(best.isfinite(), -1)[:, 0]   # (B,)
 
 
 def prefill(model, rows, cache):
-    """Reads the rows, lists of ids, into an empty cache as one batch; returns the logits after each, (B, V). Rows are
-    padded on the right, where their tokens can't see; truncate forgets the padding. A paged cache needs room for it."""
-    lengths = torch.tensor([len(row) for row in rows], device=model.embed.weight.device)
-    idx = nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)  # (B, T)
-    x = model.hidden(idx.to(lengths.device), cache)                      # (B, T, C)
+    """Reads rows, lists of ids, into an empty cache as one batch; returns the logits after each
+    row, (B, V). Shorter rows are padded on the right, where their own tokens can't see;
+    truncate then forgets the padding."""
+    device = model.embed.weight.device
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    idx = nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (B, T)
+    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
+    x = model.hidden(idx, cache)     # (B, T, C)
     cache.truncate(lengths)
-    return model.head(x[torch.arange(len(rows), device=x.device), lengths - 1])  # (B, V)
+    each_row = torch.arange(len(rows), device=device)
+    last = x[each_row, lengths - 1]  # (B, C)
+    return model.head(last)          # (B, V)
+
+
+def random_numbers(prompts, repeat, n, seed):
+    """Numbers in [0, 1), (prompts * repeat, n). Sample j of every prompt gets those of (seed,
+    j), so that a row does not depend on what else is in the batch."""
+    of_sample = []
+    for j in range(repeat):
+        generator = torch.Generator().manual_seed(2 ** 20 * seed + j)
+        of_sample.append(torch.rand(n, generator=generator))
+    return torch.stack(of_sample).repeat(prompts, 1)
+
+
+def cache_for(model, prompts, max_new_tokens):
+    """A cache for these prompts, lists of ids, and what is written after them."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    max_len = min(model.cfg.block_size, longest)
+    weight = model.embed.weight
+    return KVCache(model.cfg, len(prompts), max_len, weight.device, weight.dtype)
+
+
+def slide(rows, max_len):
+    """Cuts each row longer than max_len to its newest half; the other rows stay as they are."""
+    for row in rows:
+        if len(row) > max_len:
+            del row[:-max(1, max_len // 2)]
 
 
 @torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, repeat=1, stop=None, cache=None,
-             step=None):
-    """Yields one (B,) tensor of ids a step, max_new_tokens times, or until every row has stopped.
-    idx: prompts, (B, T) or a list of 1-D tensors; each is prefilled once and sampled `repeat` times, neighbours of each
-    other. Sample j of a prompt draws by (seed, j) whatever else is in the batch, so a row is what it would be alone.
-    stop(row, id) -> True ends a row; from then on it yields -1 and holds no cache.
-    cache: of as many rows as prompts, emptied first, widened by `repeat`; contiguous by default. step: model, compiled.
-    A row that outgrows the cache's max_len goes on from the newest half of what it held; all rows are then prefilled
-    again together. Raises ValueError for impossible arguments and FloatingPointError for logits that are not finite."""
-    cfg, device, step = model.cfg, model.embed.weight.device, model if step is None else step
-    rows = [row.tolist() for row in idx]
-    for wrong, sentence in (
-            (not cfg.causal, 'causal=false: an encoder does not generate'),
-            (not rows or not all(rows), 'a prompt is empty: give it at least one token'),
-            (not all(0 <= i < cfg.vocab_size for row in rows for i in row), f'ids must lie in [0, {cfg.vocab_size})'),
-            (not 0 <= temperature < math.inf, f'temperature is {temperature}, but must be 0 or more'),
-            (top_k < 0, f'top_k is {top_k}, but must be 0 (off) or more'),
-            (not 0 <= top_p <= 1, f'top_p is {top_p}, but must be in [0, 1]'),
-            (repeat < 1 or max_new_tokens < 0, f'repeat {repeat} or max_new_tokens {max_new_tokens} is too small')):
-        if wrong:
-            raise ValueError(sentence)
-    if cache is None:
-        cache = KVCache(cfg, len(rows), min(cfg.block_size, max(map(len, rows)) + max_new_tokens), device,
-                        model.embed.weight.dtype)
-    cache.truncate(0)
-    noise = torch.stack([torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(2 ** 20 * seed + j))
-                         for j in range(repeat)]).repeat(len(rows), 1).to(device)      # (B, max_new_tokens)
-    logits = prefill(model, [row[-cache.max_len:] for row in rows], cache)  # (prompts, V)
-    if repeat > 1:
-        cache.repeat(repeat)
-        logits = logits.repeat_interleave(repeat, dim=0)                 # (B, V)
-    rows = [row[-cache.max_len:] for row in rows for _ in range(repeat)]    # ids so far, the newest not yet cached
-    alive = [True] * len(rows)
-    for n in range(max_new_tokens):
-        token = pick(logits, noise[:, n], temperature, top_k, top_p)     # (B,)
-        ids = token.tolist()
-        if any(i < 0 for i, on in zip(ids, alive) if on):
-            raise FloatingPointError('the model\'s logits are not finite: its weights are damaged, or fp16 overflows')
-        yield token.where(torch.tensor(alive, device=device), -1)
-        for r, i in enumerate(ids):
-            if alive[r]:
-                rows[r].append(i)
-                alive[r] = stop is None or not stop(r, i)
-        if not any(alive) or n + 1 == max_new_tokens:
-            return
-        rows = [row if on else [] for row, on in zip(rows, alive)]       # a stopped row stays in the batch, empty
-        if max(map(len, rows)) > cache.max_len:
-            rows = [row[-max(1, cache.max_len // 2):] if len(row) > cache.max_len else row for row in rows]
-            cache.truncate(0)
-            logits = prefill(model, rows, cache)
-            continue
-        if not all(alive):
-            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))  # the newest tokens aren't cached yet
-        logits = step(token.clamp(min=0)[:, None], cache=cache)[0][:, -1]  # (B, V)
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=0, repeat=1,
+             alive=None, cache=None, step=None):
+    """Yields one (B,) tensor of ids per step, max_new_tokens times, or until no row is alive.
 
-# ---------------------------------------------------------------------------------------------------------------------
+    idx: prompts, (B, T) or a list of 1-D tensors; each is read once and continued `repeat`
+    times. alive: one bool per row, in a list that the caller may change between steps: a dead
+    row gives -1 and
+        leaves the cache. cache: one row per prompt, emptied first. step: the model, compiled.
+    A row that outgrows the cache goes on from the newest half of its tokens; all rows are then
+    read again. Raises ValueError for impossible arguments, FloatingPointError for logits that
+    are not finite.
+    """
+    prompts = [row.tolist() for row in idx]
+    check_generate(model.cfg, prompts, max_new_tokens, temperature, top_k, top_p, repeat)
+    cache = cache or cache_for(model, prompts, max_new_tokens)
+    step = step or model
+    alive = alive or [True] * (len(prompts) * repeat)
+    noise = random_numbers(len(prompts), repeat, max_new_tokens, seed)  # (B, max_new_tokens)
+    noise = noise.to(model.embed.weight.device)
+    # read the prompts
+    cache.truncate(0)
+    prompts = [row[-cache.max_len:] for row in prompts]
+    logits = prefill(model, prompts, cache)           # (prompts, V)
+    cache.repeat(repeat)
+    logits = logits.repeat_interleave(repeat, dim=0)  # (B, V)
+    # the tokens of each row; the newest is not cached yet
+    rows = [list(row) for row in prompts for _ in range(repeat)]
+    for n in range(max_new_tokens):
+        token = pick(logits, noise[:, n], temperature, top_k, top_p)  # (B,)
+        ids = token.tolist()
+        if any(i < 0 and on for i, on in zip(ids, alive)):
+            raise FloatingPointError('the logits are not finite: the weights are damaged, or fp16 overflows')
+        yield torch.tensor([i if on else -1 for i, on in zip(ids, alive)])
+        if n + 1 == max_new_tokens or not any(alive):
+            return
+        # a dead row stays in the batch, but holds nothing
+        for row, i, on in zip(rows, ids, alive):
+            row.append(i)
+            if not on:
+                row.clear()
+        if not all(alive):
+            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))
+        # one more token, or all rows again
+        if max(map(len, rows)) <= cache.max_len:
+            logits = step(token.clamp(min=0)[:, None], cache=cache)[:, -1]  # (B, V)
+        else:
+            slide(rows, cache.max_len)
+            cache.truncate(0)
+            logits = prefill(model, rows, cache)      # (B, V)
+
+
+# -----------------------------------------------------------------------------------------------
 # Arithmetic
 
 
 def matmul_params(cfg):
-    """The N of "2N FLOPs a token": weights that a token is multiplied with. The head is among them; embeddings, which
-    are looked up, are not; of the experts those that a token visits."""
-    C, H, D, mats = cfg.n_embd, cfg.n_head, cfg.head_dim, 3 if cfg.mlp == 'swiglu' else 2
-    attn = C * (H + 2 * cfg.n_kv_head) * D + H * D * C
+    """The N of "2N FLOPs per token": the weights that a token is multiplied with. The head is
+    among them. The embedding is not: it is looked up. Of the experts those count that a token
+    visits."""
+    C, H, D = cfg.n_embd, cfg.n_head, cfg.head_dim
     if cfg.kv_rank:
-        attn = (C * cfg.q_rank + cfg.q_rank * H * D if cfg.q_rank else C * H * D) + C * (cfg.kv_rank + cfg.rope_dim) \
-            + cfg.kv_rank * H * (D - cfg.rope_dim + cfg.v_dim) + H * cfg.v_dim * C
-    n_moe = max(0, cfg.n_layer - cfg.n_dense) if cfg.n_expert else 0
-    experts = C * cfg.n_expert + mats * C * cfg.d_expert * (cfg.n_active + cfg.n_shared)
-    return cfg.n_layer * attn + (cfg.n_layer - n_moe) * mats * C * cfg.d_ff + n_moe * experts + C * cfg.vocab_rows
+        queries = C * cfg.q_rank + cfg.q_rank * H * D if cfg.q_rank else C * H * D
+        latent = C * (cfg.kv_rank + cfg.rope_dim)
+        keys_values = cfg.kv_rank * H * (D - cfg.rope_dim + cfg.v_dim)
+        attention = queries + latent + keys_values + H * cfg.v_dim * C
+    else:
+        attention = C * (H + 2 * cfg.n_kv_head) * D + H * D * C
+    matrices = 3 if cfg.mlp == 'swiglu' else 2
+    dense = matrices * C * cfg.d_ff
+    router = C * cfg.n_expert
+    experts = router + matrices * C * cfg.d_expert * (cfg.n_active + cfg.n_shared)
+    n_with_experts = max(0, cfg.n_layer - cfg.n_dense) if cfg.n_expert else 0
+    n_dense = cfg.n_layer - n_with_experts
+    return cfg.n_layer * attention + n_dense * dense + n_with_experts * experts + C * cfg.vocab_rows
 
 
 def flops_per_token(cfg, T):
-    """Forward FLOPs a token in a sequence of T: 2N for the matrices, 2 L T H (D_qk + D_v) for scores and values, which
-    is 4 L T C when H D = C. All T x T scores count (PaLM, arXiv:2204.02311, appendix B); a causal kernel makes half.
-    Training is 3 times this: the backward pass makes two gradients of each product."""
-    return 2 * matmul_params(cfg) + 2 * cfg.n_layer * T * cfg.n_head * (cfg.head_dim + cfg.v_dim)
+    """FLOPs per token of a forward pass over T tokens: 2N for the matrices, and 2 L T H (D +
+    v_dim) for the scores and the values, which is 4 L T C where H D = C. All T x T scores count
+    (PaLM, arXiv:2204.02311, appendix B), though a causal kernel makes only half of them.
+    Training costs 3 times this: the backward pass makes two gradients per product."""
+    scores_and_values = 2 * cfg.n_layer * T * cfg.n_head * (cfg.head_dim + cfg.v_dim)
+    return 2 * matmul_params(cfg) + scores_and_values
 
 
 def cache_bytes_per_token(cfg, bytes_per_value=2):
-    """Bytes that a token adds to the cache: 2 L K D values, for latent attention L (kv_rank + rope_dim)."""
-    return cfg.n_layer * bytes_per_value * sum(heads * width for heads, width in cache_shape(cfg))
+    """What a token adds to the cache: 2 L K D values, or L (kv_rank + rope_dim) with latent
+    attention."""
+    values_per_layer = sum(heads * width for heads, width in cache_shape(cfg))
+    return cfg.n_layer * values_per_layer * bytes_per_value
 
 
-def conflicts(c):
-    """(is it wrong?, what to say) of each rule on several fields of a Config."""
-    latent = c.kv_rank > 0
-    rotated = c.rope_dim if latent else c.head_dim
-    return ((c.n_head % c.n_kv_head, f'n_head {c.n_head} is no multiple of n_kv_head {c.n_kv_head}'),
-            (c.pos == 'rope' and rotated % 2, f'rope turns pairs, but {rotated} rotated dimensions are odd'),
-            (c.dropout >= 1, f'dropout is {c.dropout}, but must be below 1'),
-            (c.rope_base <= 1, f'rope_base is {c.rope_base}, but must be above 1'),
-            (c.window and not c.causal, f'window {c.window} needs causal=true'),
-            (c.rope_scaling and c.pos != 'rope', f'rope_scaling {c.rope_scaling} needs pos=rope'),
-            (0 < c.n_expert < c.n_active, f'n_active {c.n_active} is more than n_expert {c.n_expert}'),
-            (c.n_expert and (c.mlp != 'swiglu' or c.bias), 'experts need mlp=swiglu and bias=false'),
-            (not c.n_expert and (c.n_shared or c.n_dense), 'n_shared and n_dense belong to experts: set n_expert too'),
-            (latent and not (0 < c.rope_dim < c.head_dim and c.v_dim <= c.head_dim),
-             f'rope_dim {c.rope_dim} and v_dim {c.v_dim} must fit into head_dim {c.head_dim}'),
-            (latent and (c.pos != 'rope' or c.n_kv_head != c.n_head or c.bias or c.qkv_bias or c.qk_norm),
-             'latent attention needs pos=rope, n_kv_head=0, no biases, no qk_norm'),
-            (not latent and (c.rope_dim or c.q_rank or c.v_dim != c.head_dim),
-             'rope_dim, q_rank and v_dim belong to latent attention: set kv_rank too'))
+# -----------------------------------------------------------------------------------------------
+# Checks
+
+
+def refuse_if(wrong, sentence):
+    if wrong:
+        raise ValueError(sentence)
+
+
+WORDS = {
+    'norm': ('rms', 'layer'),
+    'mlp': ('swiglu', 'gelu', 'gelu_tanh'),
+    'wiring': ('pre', 'post', 'parallel'),
+    'pos': ('rope', 'learned'),
+}
+AT_LEAST_1 = ('vocab_size', 'vocab_multiple', 'block_size', 'n_layer', 'n_head', 'n_embd', 'n_active')
+
+
+def check_config(cfg):
+    """Raises ValueError, with the numbers that clash, for values that no model can have."""
+    for name, value in cfg.given.items():
+        if name in WORDS:
+            known = ', '.join(WORDS[name])
+            refuse_if(value not in WORDS[name], f'{name} is {value!r}, but must be one of {known}')
+        elif isinstance(value, int | float):
+            least = 1 if name in AT_LEAST_1 else 0
+            refuse_if(not least <= value < math.inf, f'{name} is {value}, but must be at least {least}')
+    refuse_if(cfg.dropout >= 1, f'dropout is {cfg.dropout}, but must be below 1')
+    refuse_if(cfg.rope_base <= 1, f'rope_base is {cfg.rope_base}, but must be above 1')
+    refuse_if(cfg.window and not cfg.causal, f'window {cfg.window} needs causal=true')
+
+    # heads
+    n_kv_head = cfg.n_kv_head or cfg.n_head
+    refuse_if(cfg.n_head % n_kv_head, f'n_head {cfg.n_head} is no multiple of n_kv_head {n_kv_head}')
+    refuse_if(not cfg.head_dim and cfg.n_embd % cfg.n_head,
+              f'n_embd {cfg.n_embd} is no multiple of n_head {cfg.n_head}: change one or set head_dim')
+    head_dim = cfg.head_dim or cfg.n_embd // cfg.n_head
+
+    # rotary positions
+    rotated = cfg.rope_dim or head_dim
+    refuse_if(cfg.pos == 'rope' and rotated % 2, f'rope rotates pairs, but {rotated} dimensions are odd')
+    if cfg.rope_scaling:
+        refuse_if(cfg.pos != 'rope', f'rope_scaling {cfg.rope_scaling} needs pos=rope')
+        parse_rope_scaling(cfg.rope_scaling)
+
+    # experts
+    if cfg.n_expert:
+        refuse_if(cfg.n_active > cfg.n_expert, f'n_active {cfg.n_active} is more than n_expert {cfg.n_expert}')
+        refuse_if(cfg.mlp != 'swiglu' or cfg.bias, 'experts need mlp=swiglu and bias=false')
+    else:
+        refuse_if(cfg.n_shared or cfg.n_dense, 'n_shared and n_dense belong to experts: set n_expert too')
+    check_latent(cfg, n_kv_head, head_dim)
+
+
+def check_latent(cfg, n_kv_head, head_dim):
+    v_dim = cfg.v_dim or head_dim
+    if cfg.kv_rank:
+        refuse_if(not 0 < cfg.rope_dim < head_dim or v_dim > head_dim,
+                  f'rope_dim {cfg.rope_dim} and v_dim {v_dim} must fit into head_dim {head_dim}')
+        refuse_if(cfg.pos != 'rope' or n_kv_head != cfg.n_head or cfg.bias or cfg.qkv_bias or cfg.qk_norm,
+                  'latent attention needs pos=rope, n_kv_head=0, no biases, no qk_norm')
+    else:
+        refuse_if(cfg.rope_dim or cfg.q_rank or v_dim != head_dim,
+                  'rope_dim, q_rank and v_dim belong to latent attention: set kv_rank too')
+
+
+def check_room(cfg, B, T, cache):
+    refuse_if(T > cfg.block_size, f'{T} tokens are more than block_size {cfg.block_size}')
+    if cache is not None:
+        n_rows = len(cache.lengths)
+        refuse_if(B != n_rows, f'{B} rows of tokens do not fit a cache of {n_rows} rows')
+
+
+def check_cache(cfg, max_len):
+    refuse_if(not cfg.causal, 'causal=false: an encoder sees all tokens at once, so it has no cache')
+    refuse_if(max_len > cfg.block_size,
+              f'a cache of {max_len} tokens is longer than block_size {cfg.block_size}')
+
+
+def check_generate(cfg, prompts, max_new_tokens, temperature, top_k, top_p, repeat):
+    refuse_if(not cfg.causal, 'causal=false: an encoder does not generate')
+    refuse_if(not prompts or not all(prompts), 'a prompt is empty: give it at least one token')
+    for row in prompts:
+        refuse_if(min(row) < 0 or max(row) >= cfg.vocab_size, f'ids must lie in [0, {cfg.vocab_size})')
+    refuse_if(max_new_tokens < 0, f'max_new_tokens is {max_new_tokens}, but must be 0 or more')
+    refuse_if(not 0 <= temperature < math.inf, f'temperature is {temperature}, but must be 0 or more')
+    refuse_if(top_k < 0, f'top_k is {top_k}, but must be 0 (off) or more')
+    refuse_if(not 0 <= top_p <= 1, f'top_p is {top_p}, but must be in [0, 1]')
+    refuse_if(repeat < 1, f'repeat is {repeat}, but must be at least 1')
