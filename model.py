@@ -124,15 +124,14 @@ def make_norm(cfg, width):
 
 
 class Rope:
-    """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair, and
-    the token at position p has its pair i rotated by the angle p * frequency[i]. The product of
-    a rotated query and a rotated key then depends on the distance between their positions
-    alone.
+    """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair. The
+    token at position p has its pair i rotated by the angle p * frequency[i], so the product of
+    a query and a key depends on the distance between their positions alone.
 
-    The tables stay in fp32. In bf16 a cosine keeps 8 bits, and so the slowest pair, whose angle
-    grows by 1/10000 per position, would have one and the same cosine for the first 600
-    positions. They are plain tensors, not buffers: .to(dtype) would cast buffers, and DDP sends
-    them in every update.
+    The tables stay in fp32: rounded to bf16, the 2048 first rotations of the slowest pair are
+    only 636 different ones, and neighbours can't be told apart. That is why they are plain
+    tensors. As buffers they would be cast with the model, and DDP would send them in every
+    update.
     """
 
     def __init__(self, cfg):
@@ -140,12 +139,14 @@ class Rope:
         position = torch.arange(cfg.block_size, dtype=torch.float32, device='cpu')
         angle = torch.outer(position, frequency)   # (block_size, D/2)
         self.tables = angle.cos() * factor, angle.sin() * factor
-        self.cos, self.sin = self.tables  # copies of the tables on the model's device
+        # cos and sin are the copies that are in use, on the model's device
+        self.cos, self.sin = self.tables
 
     def move_to(self, device):
         """Copies the tables to the device, unless they are there already."""
         if self.cos.device != device:
-            self.cos, self.sin = (table.to(device) for table in self.tables)
+            cos, sin = self.tables
+            self.cos, self.sin = cos.to(device), sin.to(device)
 
     def rotate(self, x, pos):
         """x (B, T, heads, D), its tokens at positions pos (1 or B, T) -> rotated, in fp32."""
@@ -158,9 +159,11 @@ class Rope:
 def rope_frequencies(cfg):
     """The angle per position of each rotated pair, in radians, (D/2,); and a factor on cos and
     sin, which is 1.0 except for YaRN."""
+    # latent attention rotates only a part of each head
     width = cfg.rope_dim or cfg.head_dim
-    exponent = torch.arange(0, width, 2, dtype=torch.float32, device='cpu') / width  # (D/2,), from 0 up to 1
-    frequency = cfg.rope_base ** -exponent  # (D/2,)
+    # from 1 for the first pair down to nearly 1 / rope_base for the last
+    even = torch.arange(0, width, 2, dtype=torch.float32, device='cpu')
+    frequency = cfg.rope_base ** (-even / width)  # (D/2,)
     if cfg.rope_scaling:
         return scale_frequencies(cfg, frequency)
     return frequency, 1.0
@@ -193,18 +196,20 @@ def attention_mask(pos, S, window, causal):
             3   x x x x .                                      . . x x .
             4   x x x x x                                      . . . x x
 
-    pos (1 or B, T): positions of the new tokens. None means that no mask is needed, since
-    `attend` knows whether it is causal. That is so while all visible tokens are new and the
-    window hides none of them, also for a batch of prompts padded on the right. With cached
-    tokens it isn't: SDPA's own causal mask takes the first new token for position 0.
+    pos (1 or B, T): positions of the new tokens.
 
-    ALiBi, attention sinks or a mask between documents would be made here, as a float mask: SDPA
-    adds it to the scores.
+    None if all visible tokens are new and no window hides any: then `attend` says is_causal,
+    which suits a batch of prompts padded on the right too. With cached tokens is_causal would
+    be wrong, since SDPA takes the first new token for position 0.
+
+    ALiBi or a mask between documents belongs here, as a mask of floats, which SDPA adds to the
+    scores: a bias where a token may look, and -inf where it may not.
     """
     all_new = S == pos.shape[1]
     window_hides = 0 < window < S
     if all_new and not window_hides:
         return None
+    # compare positions, never places in the batch
     query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
     key = torch.arange(S, device=pos.device)  # (S,)
     mask = key > query - (window or S)        # (1 or B, 1, T, S)
@@ -217,12 +222,14 @@ def attend(q, k, v, mask, causal, scale=None):
     """softmax(scale * q k^T + mask) v, the one attention of this file.
 
     q (B, H, T, D), k and v (B, K, S, D)  ->  (B, H, T, D)
-    H / K query heads share each key/value head. scale None is 1/sqrt(D). The scores (B, H, T,
-    S) are never stored; bench.py's explicit_attention writes them out. Without a mask CUDA's
-    flash kernel can run.
+    The scores (B, H, T, S) are never stored; bench.py's explicit_attention writes them out.
+
+    H / K query heads share each key/value head. scale None is 1/sqrt(D). Only without a mask
+    can CUDA's flash kernel run.
     """
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None,
-                                          scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -236,6 +243,7 @@ class Attention(nn.Module):
         kv_width = cfg.n_kv_head * cfg.head_dim
         self.w_qkv = Fused(cfg.n_embd, [q_width, kv_width, kv_width], cfg.bias or cfg.qkv_bias)
         self.w_out = ToResidual(q_width, cfg.n_embd, cfg.bias)
+        # one norm for the queries of all heads, one for the keys
         self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
 
@@ -258,6 +266,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)             # (B, K, S, D) twice
         y = attend(q, k, v, mask, self.causal)                # (B, H, T, D)
+        # the heads side by side again
         y = y.transpose(1, 2).flatten(2)                      # (B, T, H D)
         return self.w_out(y)                                  # (B, T, C)
 
@@ -267,7 +276,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, cfg, width):
         super().__init__()
-        self.w_up = Fused(cfg.n_embd, [width, width], cfg.bias)          # gate and up
+        # gate and up
+        self.w_up = Fused(cfg.n_embd, [width, width], cfg.bias)
         self.w_down = ToResidual(width, cfg.n_embd, cfg.bias)
 
     def forward(self, x):
@@ -312,17 +322,18 @@ class Block(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, pos, mask, cache):
-        """x (B, T, C) -> x (B, T, C), and the experts' balance term (B,), or 0.0 without
-        experts."""
+        """x (B, T, C) -> x (B, T, C), and the experts' balance term, (B,) or 0.0 without."""
         if self.wiring == 'pre':
+            # norm before each part: GPT-2, Llama and nearly all since
             x = x + self.drop(self.attn(self.attn_norm(x), pos, mask, cache))
             y, balance = self.run_mlp(self.mlp_norm(x))
             return x + self.drop(y), balance
         if self.wiring == 'post':
+            # norm after each addition: the Transformer of 2017, GPT-1
             x = self.attn_norm(x + self.drop(self.attn(x, pos, mask, cache)))
             y, balance = self.run_mlp(x)
             return self.mlp_norm(x + self.drop(y)), balance
-        # parallel: one norm, and both parts read it
+        # parallel, as in PaLM: one norm, which both parts read
         n = self.attn_norm(x)
         y, balance = self.run_mlp(n)
         return x + self.drop(self.attn(n, pos, mask, cache) + y), balance
@@ -334,10 +345,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model. `model(idx, targets)` is training, `model(idx, cache=cache)` is
-    inference."""
+    """`model(idx, targets)` is training, `model(idx, cache=cache)` is inference."""
 
-    logits_at_once = 2 ** 26  # a loss with more logits (256 MiB in fp32) is computed in chunks of tokens
+    # a loss with more logits than this, 256 MiB in fp32, is computed in chunks of tokens
+    logits_at_once = 2 ** 26
 
     def __init__(self, cfg):
         super().__init__()
@@ -353,14 +364,12 @@ class Transformer(nn.Module):
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With
-        targets (B, T), of which -1 is none -> the loss, a scalar: mean cross-entropy in nats
-        per target."""
+        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V).
+        With targets (B, T), -1 for none -> the loss: mean cross-entropy in nats, a scalar."""
         x, balance = self.run_blocks(idx, cache)  # (B, T, C), (B,) or 0.0
         if targets is None:
             return self.head(x if all_logits else x[:, -1:])
-        if not self.cfg.causal:
-            raise ValueError('causal=false: each token sees its target, so there is no next-token loss')
+        refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
@@ -371,6 +380,7 @@ class Transformer(nn.Module):
         the sum of the blocks' balance terms, (B,) or 0.0. A cache gains T tokens per row."""
         T = x.shape[1]
         check_room(self.cfg, len(x), T, cache)
+        # where the new tokens stand, and what they may see
         if cache is None:
             pos, S = torch.arange(T, device=x.device)[None], T  # (1, T)
         else:
@@ -378,7 +388,7 @@ class Transformer(nn.Module):
         mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
         if self.rope is not None:
             self.rope.move_to(x.device)
-        # the residual stream: embeddings in, each block adds to it
+        # the embeddings enter the residual stream, and each block adds to it
         if not x.is_floating_point():
             x = self.embed(x)                                   # (B, T, C)
         if self.embed_pos is not None:
@@ -397,19 +407,17 @@ class Transformer(nn.Module):
     def head(self, x):
         """(..., C) -> logits (..., V). Rows that only pad the vocabulary are cut off."""
         if self.lm_head is None:
-            x = F.linear(x, self.embed.weight)  # (..., vocab_rows)
+            logits = F.linear(x, self.embed.weight)   # (..., vocab_rows)
         else:
-            x = self.lm_head(x)                 # (..., vocab_rows)
-        return x[..., :self.cfg.vocab_size]     # (..., V)
+            logits = self.lm_head(x)                  # (..., vocab_rows)
+        return logits[..., :self.cfg.vocab_size]      # (..., V)
 
     def nll(self, x, targets):
-        """x (N, C), targets (N,) -> the targets' negative log-likelihood, summed in fp32; -1 is
-        none."""
+        """x (N, C), targets (N,) -> their negative log-likelihood, summed in fp32."""
         return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
 
     def loss(self, x, targets):
-        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 if every target is
-        -1."""
+        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 without targets."""
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         if len(x) * self.cfg.vocab_size <= self.logits_at_once:
             total = self.nll(x, targets)

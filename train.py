@@ -1,18 +1,20 @@
 """Train a Transformer on one CPU, one GPU or many.
 
-    python train.py                                     Shakespeare, in minutes: a small model on a CPU, larger on a GPU
+    python train.py                                     Shakespeare, in minutes: small on a CPU, larger on a GPU
     python train.py baby mistral --steps=200            another family's block, a shorter run
     python train.py owt-124m                            OpenWebText; `python prepare.py openwebtext` comes first
     torchrun --nproc_per_node=8 train.py owt-124m       the same run on eight GPUs
-    python train.py --resume=true                       go on where a run was stopped: on a CPU the same to the last bit
+    python train.py --resume=true                       go on where a run was stopped
 
-Presets are merged left to right, options win over them. In this order: settings and presets, processes, batches,
-optimizers, one training step and evaluation, many devices, what comes before the run, the run.
+Presets are applied from left to right, and options win over them. On a CPU a run that was stopped and
+resumed is the same run to the last bit.
 """
 import json
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -33,21 +36,30 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 import prepare
-from model import FAMILIES, Config, Fused, MixtureOfExperts, Transformer, flops_per_token, generate
+from model import (
+    FAMILIES,
+    Config,
+    MixtureOfExperts,
+    Router,
+    Transformer,
+    flops_per_token,
+    generate,
+    residual_weights,
+)
 from prepare import Refusal
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # Settings and presets
 
 
 @dataclass
 class Settings:
-    data: str = ''               # dataset: a folder under data/ or a path; '' takes tinyshakespeare
+    data: str = ''               # data set: a folder under data/ or a path; '' takes tinyshakespeare
     out: str = ''                # folder of checkpoints and log; '' takes out/PRESET
     init: str = ''               # checkpoint to start from: fine-tuning
     resume: bool = False         # go on from the checkpoint in `out`
     steps: int = 1000            # updates in the whole run
-    batch_tokens: int = 16384    # tokens of one update, over all devices and micro-batches
+    batch_tokens: int = 16384    # tokens per update, over all devices and micro-batches
     micro_batch: int = 0         # rows that a device takes at once; 0: its whole share
     optimizer: str = 'muon'      # muon (the blocks' matrices; AdamW for the rest) or adamw (everything)
     lr: float = 3e-3             # AdamW's peak learning rate
@@ -74,17 +86,25 @@ class Settings:
     dtype: str = ''              # bf16, fp16, fp32; '' takes the device's best
     compile: bool = True         # torch.compile the model; eager where that can't work
     parallel: str = 'ddp'        # under torchrun: ddp (a copy on each device) or fsdp (a part on each)
-    checkpoint_activations: bool = False  # make each block's activations again in the backward pass: less memory
+    checkpoint_activations: bool = False  # compute each block again in the backward pass: less memory
 
     def __post_init__(self):
+        at_least_1 = ('steps', 'batch_tokens', 'log_every', 'muon_steps', 'eval_tokens')
+        below_1 = ('beta1', 'beta2', 'muon_momentum')
+        words = dict(optimizer=('muon', 'adamw'), decay=('linear', 'cosine'), parallel=('ddp', 'fsdp'))
         for name, value in vars(self).items():
-            least = 1 if name in ('steps', 'batch_tokens', 'log_every', 'muon_steps', 'eval_tokens') else 0
-            most = 1 if name in ('beta1', 'beta2', 'muon_momentum') else math.inf
-            if isinstance(value, (int, float)) and not least <= value < most:
+            least = 1 if name in at_least_1 else 0
+            most = 1 if name in below_1 else math.inf
+            if isinstance(value, int | float) and not least <= value < most:
                 raise ValueError(f'{name} is {value}, but must be at least {least} and below {most}')
-        for name, known in ('optimizer', 'muon adamw'), ('decay', 'linear cosine'), ('parallel', 'ddp fsdp'):
-            if getattr(self, name) not in known.split():
-                raise ValueError(f'{name} is {getattr(self, name)!r}, but must be one of {known}')
+            if name in words and value not in words[name]:
+                raise ValueError(f'{name} is {value!r}, but must be one of {", ".join(words[name])}')
+
+    def due(self, every, step):
+        """Is it time, after `step` updates, for what `every` names (say 'save_every')? At the
+        end always."""
+        interval = getattr(self, every)
+        return step == self.steps or (interval > 0 and step % interval == 0)
 
 
 GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, vocab_multiple=64,
@@ -92,25 +112,100 @@ GPT2_124M = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=
 RUNS = {
     # two CPU cores, about four minutes
     'baby': dict(n_layer=4, n_head=4, n_embd=128, d_ff=352, block_size=64, qk_norm=True, zero_init=True,
-                 steps=2300, batch_tokens=12 * 64, lr=8e-3, beta1=0.8, muon_lr=0.014, muon_steps=3, eval_every=1150,
-                 save_every=1150, log_every=100),
+                 steps=2300, batch_tokens=12 * 64, lr=8e-3, beta1=0.8, muon_lr=0.014, muon_steps=3,
+                 eval_every=1150, save_every=1150, log_every=100),
     # one GPU, minutes
-    'shakespeare': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, qk_norm=True, zero_init=True, dropout=0.2,
-                        steps=2000, batch_tokens=64 * 256, lr=3e-3, weight_decay=0.1, eval_every=250, save_every=250),
+    'shakespeare': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, qk_norm=True, zero_init=True,
+                        dropout=0.2, steps=2000, batch_tokens=64 * 256, lr=3e-3, weight_decay=0.1,
+                        eval_every=250, save_every=250),
     # GPT-2 by nanoGPT's recipe, to reproduce it; OpenAI's own was never published
-    'gpt2-124m': dict(FAMILIES['gpt2'], **GPT2_124M, optimizer='adamw', steps=600_000, lr=6e-4, min_lr=0.1, warmup=2000,
-                      decay='cosine'),
+    'gpt2-124m': dict(FAMILIES['gpt2'], **GPT2_124M, optimizer='adamw', steps=600_000, lr=6e-4, min_lr=0.1,
+                      warmup=2000, decay='cosine'),
     # the same size and corpus by today's means
-    'owt-124m': dict(GPT2_124M, qk_norm=True, zero_init=True, steps=20_000, lr=3e-3, warmup=250, cooldown=0.5),
+    'owt-124m': dict(GPT2_124M, qk_norm=True, zero_init=True, steps=20_000, lr=3e-3, warmup=250,
+                     cooldown=0.5),
 }
-# a family sets every switch of the block, and leaves the sizes to the run
-SIZES = ('vocab_size', 'vocab_multiple', 'block_size', 'n_layer', 'n_head', 'n_embd', 'dropout')
-PLAIN = {field.name: field.default for field in fields(Config) if field.name not in SIZES}
-PRESETS = {**RUNS, **{name: {**PLAIN, **prepare.published(name)} for name in prepare.PUBLISHED},
-           **{name: {**PLAIN, **family} for name, family in FAMILIES.items()}}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes: torchrun starts one a device
+
+def family_presets():
+    """{name: Config values} of families and published models. Each sets every switch of the
+    block; a family leaves the sizes to the run."""
+    sizes = ('vocab_size', 'vocab_multiple', 'block_size', 'n_layer', 'n_head', 'n_embd', 'dropout')
+    plain = {field.name: field.default for field in fields(Config) if field.name not in sizes}
+    presets = {}
+    for name in prepare.PUBLISHED:
+        presets[name] = {**plain, **prepare.published(name)}
+    for name, family in FAMILIES.items():
+        presets[name] = {**plain, **family}
+    return presets
+
+
+PRESETS = {**RUNS, **family_presets()}
+
+# -----------------------------------------------------------------------------------------------
+# The table of cards
+#
+# Dense figures, never the sparse ones. Sources: NVIDIA's data sheets; its white papers on GA102, Ada and
+# RTX Blackwell for GeForce; AWS on the A10G; AMD's data sheet; Apple's announcements. fp32 is torch's
+# default, without TF32. On GeForce the 16-bit figure is that with fp32 accumulation, half the headline.
+
+PEAKS = {  # the first entry counts whose words are all in the driver's name
+    # words          TFLOP/s bf16, fp16, fp32; GB/s, GB. None: no such units, or no figure
+    'T4': (None, 65, 8.1, 320, 16),
+    'V100': (None, 125, 15.7, 900, 16),
+    'A10G': (70, 70, 35, 600, 24),
+    'L4': (121, 121, 30.3, 300, 24),
+    'L40S': (362, 362, 91.6, 864, 48),
+    '3090': (71, 71, 35.6, 936, 24),
+    '4090': (165.2, 165.2, 82.6, 1008, 24),
+    '5090': (209.5, 209.5, 104.8, 1792, 32),
+    'A100 SXM4 80GB': (312, 312, 19.5, 2039, 80),
+    'A100 80GB': (312, 312, 19.5, 1935, 80),
+    'A100': (312, 312, 19.5, 1555, 40),
+    'H100 PCIe': (756, 756, 51.2, 2039, 80),
+    'H100 NVL': (835, 835, 60, 3938, 94),
+    'H100': (989, 989, 66.9, 3350, 80),
+    'H200 NVL': (835, 835, 60, 4800, 141),
+    'H200': (989, 989, 66.9, 4800, 141),
+    'B200': (2250, 2250, 75, 8000, 180),
+    'MI300X': (1307, 1307, 163.4, 5300, 192),
+    'M1': (None, None, 2.6, 68, 16),
+    'M2': (None, None, 3.6, 100, 24),
+}
+# a name with one of these words is a different card
+ANOTHER_CARD = {'TI', 'SUPER', 'D', 'LAPTOP', 'PRO', 'MAX', 'ULTRA', 'Q', 'MIG', 'ADA', 'GRID'}
+
+
+def peak(name):
+    """The figures of a device, {'bf16', 'fp16', 'fp32', 'gbs', 'gb'}, by its driver's name or a
+    short one. None if the table does not have it."""
+    words = set(re.split(r'[\s-]+', name.strip().upper()))
+    for entry, figures in PEAKS.items():
+        wanted = set(entry.upper().split())
+        if wanted <= words and not ANOTHER_CARD & words:
+            return dict(zip(('bf16', 'fp16', 'fp32', 'gbs', 'gb'), figures))
+    return None
+
+
+def device_name(device):
+    """The name of a torch.device as its driver prints it; 'cpu' for any CPU."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    if device.type == 'mps':
+        command = ['sysctl', '-n', 'machdep.cpu.brand_string']
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return 'cpu'
+
+
+def peak_tflops(device, dtype):
+    """Dense TFLOP/s of a torch.device in a torch.dtype; None where the table has none."""
+    figures = peak(device_name(device)) or {}
+    names = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32'}
+    return figures.get(names[dtype])
+
+
+# -----------------------------------------------------------------------------------------------
+# Processes: torchrun starts one per device
 
 
 def rank():
@@ -122,13 +217,14 @@ def world():
 
 
 def all_sum(x):
+    """The sum of a tensor over all processes, in place."""
     if world() > 1:
         dist.all_reduce(x)
     return x
 
 
 def from_first(value):
-    """What the first process has for value, in all of them."""
+    """The first process's value, in all processes."""
     box = [value]
     if world() > 1:
         dist.broadcast_object_list(box)
@@ -140,90 +236,185 @@ def say(text):
         print(text, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches: a function of (seed, step); ranks and micro-batches only slice them
+def start_processes(settings, local):
+    """Joins the processes that torchrun has started, if it has; `local` is this one's number on
+    its node."""
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
+        return
+    if settings.device == 'cpu' or not torch.cuda.is_available():
+        settings.device, backend = 'cpu', 'gloo'
+    else:
+        settings.device, backend = f'cuda:{local}', 'cpu:gloo,cuda:nccl'
+    # while the first process saves a large model, the others wait for it
+    dist.init_process_group(backend, timeout=timedelta(hours=2))
 
 
-def micro_batches_of(step, data, cfg, settings, device):
-    """This rank's part of an update, [(inputs, targets)], int64 (rows, T) on the device, the targets one token on."""
-    T, n_rows = cfg.block_size, settings.batch_tokens // cfg.block_size
-    starts = np.random.default_rng([settings.seed, step]).integers(0, len(data) - T, n_rows)  # the end is exclusive
-    mine = starts[rank() * n_rows // world():(rank() + 1) * n_rows // world()]
-    rows = torch.from_numpy(np.stack([data[i:i + T + 1] for i in mine]).astype(np.int64))     # (rows, T + 1)
-    if rows.max() >= cfg.vocab_size:
-        raise Refusal(f'The data has id {rows.max()}, outside the vocabulary of {cfg.vocab_size}: prepare it again.')
-    return [to_device(device, part[:, :-1], part[:, 1:]) for part in rows.split(settings.micro_batch or len(rows))]
+def stop_processes():
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------------------------
+# Data
 
 
 def to_device(device, *tensors):
-    """The tensors there; from pinned memory a GPU fetches them itself, and nothing here waits."""
-    cuda = device.type == 'cuda'
-    return [(t.contiguous().pin_memory() if cuda else t).to(device, non_blocking=cuda) for t in tensors]
+    """The tensors on the device. A GPU fetches them from pinned memory, and nothing here waits
+    for it."""
+    if device.type != 'cuda':
+        return [tensor.to(device) for tensor in tensors]
+    return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+class Data:
+    """A data set, as a run reads it. The rows of an update depend on (seed, step) alone;
+    processes and micro-batches only slice them."""
+
+    def __init__(self, name, cfg, settings, device):
+        self.name, self.cfg, self.settings, self.device = name, cfg, settings, device
+        self.train, self.val, self.meta = prepare.load_data(name)
+        self.reader = ThreadPoolExecutor(1)
+        self.ahead = None  # the next update's batch, and its step
+
+    def batch(self, step):
+        """This process's part of update `step`, [(inputs, targets)], int64 (rows, T) each, on
+        the device. The next update's part is read meanwhile."""
+        if self.ahead is None or self.ahead[0] != step:
+            self.ahead = step, self.reader.submit(self.read, step)
+        batch = self.ahead[1].result()
+        self.ahead = step + 1, self.reader.submit(self.read, step + 1)
+        return batch
+
+    def read(self, step):
+        T = self.cfg.block_size
+        n_rows = self.settings.batch_tokens // T
+        # the bound is exclusive: the last window starts at len - T - 1
+        rng = np.random.default_rng([self.settings.seed, step])
+        starts = rng.integers(0, len(self.train) - T, n_rows)
+        # this process's rows
+        first, last = rank() * n_rows // world(), (rank() + 1) * n_rows // world()
+        rows = np.stack([self.train[start:start + T + 1] for start in starts[first:last]])
+        rows = torch.from_numpy(rows.astype(np.int64))  # (rows, T + 1)
+        if rows.max() >= self.cfg.vocab_size:
+            raise Refusal(f'The data has id {rows.max()}, outside the vocabulary of '
+                          f'{self.cfg.vocab_size}: prepare it again.')
+        # the target of each token is the next one
+        micro_batches = rows.split(self.settings.micro_batch or len(rows))
+        return [to_device(self.device, part[:, :-1], part[:, 1:]) for part in micro_batches]
+
+    def windows(self):
+        """The validation tokens, at most eval_tokens of them, as `windows_of` gives them."""
+        return windows_of(self.val, self.cfg.block_size, self.device, self.settings.eval_tokens)
+
+
+def windows_of(tokens, T, device, most=2 ** 62):
+    """Yields (inputs, targets), (rows, T) each, of consecutive windows: each of the first
+    `most` targets once. Every process gets as many rows; where there is no target, it is -1."""
+    n = min(len(tokens) - 1, most)
+    n_rows = math.ceil(n / (T * world())) * world()
+    inputs = np.zeros(n_rows * T, np.int64)
+    targets = np.full(n_rows * T, -1)
+    inputs[:n], targets[:n] = tokens[:n], tokens[1:n + 1]
+    inputs = torch.from_numpy(inputs).view(n_rows, T)[rank()::world()]
+    targets = torch.from_numpy(targets).view(n_rows, T)[rank()::world()]
+    rows_at_once = max(1, 8192 // T)
+    for batch in zip(inputs.split(rows_at_once), targets.split(rows_at_once)):
+        yield to_device(device, *batch)
+
+
+# -----------------------------------------------------------------------------------------------
 # Optimizers
 
 
 def orthogonalize(g, steps):
-    """Roughly the nearest orthogonal matrices to g (n, rows, cols): Newton-Schulz's polynomial pushes every singular
-    value towards 1 (coefficients: Keller Jordan's Muon, 2024). In fp32 everywhere: many CPUs crawl in bf16, and a GPU
-    has TF32."""
+    """g (n, rows, cols) -> roughly the nearest orthogonal matrices. Newton-Schulz's polynomial
+    pushes every singular value towards 1 (coefficients: Keller Jordan's Muon, 2024). In fp32
+    everywhere: many CPUs crawl in bf16, and a GPU has TF32."""
     tall = g.shape[-2] > g.shape[-1]
     x = g.mT if tall else g
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         a = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, b, x, beta=3.4445)
     return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan 2024; arXiv:2502.16982), for the blocks' matrices. `roles` gives the rows of
-    each matrix in a parameter that stacks several; each is orthogonalised by itself, all of a shape in one batch. A
-    sharded parameter is gathered first, and every rank does the same work."""
+    """Momentum, orthogonalised (Jordan 2024; arXiv:2502.16982), for the blocks' matrices.
 
-    def __init__(self, params, roles, lr, momentum, weight_decay, steps):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, steps=steps))
+    roles: for each parameter the rows of the matrices that are stacked in it. Each matrix is
+    orthogonalised by itself, all of one shape in one batch. A sharded parameter is gathered
+    first, and every process does the same work.
+    """
+
+    def __init__(self, roles, lr, momentum, weight_decay, steps):
+        super().__init__(list(roles), dict(lr=lr, momentum=momentum, weight_decay=weight_decay, steps=steps))
         self.roles = roles
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            updates, same_shape = [], {}  # (parameter, its update); shape -> views into the updates
-            for p in group['params']:
-                if p not in self.state:
-                    self.state[p]['momentum'] = torch.zeros_like(p)
-                momentum = self.state[p]['momentum']
-                momentum.lerp_(p.grad, 1 - group['momentum'])
-                update = p.grad.lerp(momentum, group['momentum'])                  # Nesterov's
-                update = update.full_tensor() if isinstance(update, DTensor) else update
-                updates.append((p, update))
-                for role in update.split(self.roles.get(p, update.shape[-2]), dim=-2):
-                    for matrix in role.unbind() if role.dim() == 3 else [role]:    # experts: (E, rows, cols)
-                        same_shape.setdefault(matrix.shape, []).append(matrix)
-            for (rows, cols), matrices in same_shape.items():
-                orthogonal = orthogonalize(torch.stack(matrices), group['steps']) * max(1, rows / cols) ** 0.5
-                for matrix, new in zip(matrices, orthogonal):
-                    matrix.copy_(new)
-            for p, update in updates:
+            updates = [self.momentum_of(p, group['momentum']) for p in group['params']]
+            self.orthogonalize_in_place(zip(group['params'], updates), group['steps'])
+            for p, update in zip(group['params'], updates):
                 if isinstance(p, DTensor):
                     update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-                p.mul_(1 - group['lr'] * group['weight_decay']).add_(update, alpha=-group['lr'])
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                p.add_(update, alpha=-group['lr'])
+
+    def momentum_of(self, p, decay):
+        """Takes in p's gradient; returns Nesterov's momentum, whole, like p in shape."""
+        if p not in self.state:
+            self.state[p]['momentum'] = torch.zeros_like(p)
+        momentum = self.state[p]['momentum']
+        momentum.lerp_(p.grad, 1 - decay)
+        update = p.grad.lerp(momentum, decay)
+        return update.full_tensor() if isinstance(update, DTensor) else update
+
+    def orthogonalize_in_place(self, updates, steps):
+        """updates: (parameter, tensor of its shape) pairs."""
+        # views into the updates, by shape
+        same_shape = {}
+        for p, update in updates:
+            for role in update.split(self.roles[p], dim=-2):
+                # experts are a stack of matrices, (E, rows, cols)
+                matrices = role.unbind() if role.dim() == 3 else [role]
+                for matrix in matrices:
+                    same_shape.setdefault(matrix.shape, []).append(matrix)
+        for (rows, cols), matrices in same_shape.items():
+            scale = max(1, rows / cols) ** 0.5
+            orthogonal = orthogonalize(torch.stack(matrices), steps) * scale
+            for matrix, new in zip(matrices, orthogonal):
+                matrix.copy_(new)
+
+
+def muon_roles(model):
+    """The parameters that Muon updates: the matrices of the blocks, the routers aside.
+    {parameter: rows of each matrix stacked in it}."""
+    roles = {}
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear) and not isinstance(module, Router):
+            roles[module.weight] = getattr(module, 'roles', [module.out_features])
+        if isinstance(module, MixtureOfExperts):
+            roles[module.w_up] = module.roles
+            roles[module.w_down] = [module.w_down.shape[-2]]
+    return roles
 
 
 def make_optimizers(model, settings):
-    """AdamW, which decays matrices only; and, when asked for, Muon for the blocks' matrices, the router aside."""
-    inner = [p for name, p in model.blocks.named_parameters() if p.dim() > 1 and 'router' not in name]
-    inner = inner if settings.optimizer == 'muon' else []
-    rest = [p for p in model.parameters() if not any(p is q for q in inner)]
-    groups = [dict(params=[p for p in rest if p.dim() > 1], weight_decay=settings.weight_decay),
-              dict(params=[p for p in rest if p.dim() <= 1], weight_decay=0.0)]
-    optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)]
-    if inner:
-        roles = {module.weight: module.roles for module in model.modules() if isinstance(module, Fused)}
-        roles |= {module.w_up: module.roles for module in model.modules() if isinstance(module, MixtureOfExperts)}
-        optimizers.append(Muon(inner, roles, settings.muon_lr, settings.muon_momentum, settings.muon_decay,
+    """AdamW and, if the settings ask for it, Muon. Weight decay is for matrices only."""
+    roles = muon_roles(model) if settings.optimizer == 'muon' else {}
+    rest = [p for p in model.parameters() if p not in roles]
+    groups = [
+        dict(params=[p for p in rest if p.dim() > 1], weight_decay=settings.weight_decay),
+        dict(params=[p for p in rest if p.dim() <= 1], weight_decay=0.0),
+    ]
+    betas = settings.beta1, settings.beta2
+    optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)]
+    if roles:
+        optimizers.append(Muon(roles, settings.muon_lr, settings.muon_momentum, settings.muon_decay,
                                settings.muon_steps))
     for group in groups_of(optimizers):
         group['peak_lr'] = group['lr']
@@ -235,187 +426,304 @@ def groups_of(optimizers):
 
 
 def lr_factor(settings, step):
-    """The learning rate of update `step`, counted from 0, as a share of its peak: up over `warmup` updates, level, down
-    to min_lr over the last `cooldown` of the run."""
+    """The learning rate of update `step`, counted from 0, as a share of its peak: up over
+    `warmup` updates, level, then down to min_lr over the last part `cooldown` of the run."""
     up = min(1.0, (step + 1) / (settings.warmup + 1))
-    left = min(1.0, max(0, settings.steps - step) / max(1.0, settings.cooldown * settings.steps))
-    share = left if settings.decay == 'linear' else 0.5 - 0.5 * math.cos(math.pi * left)
+    left = max(0, settings.steps - step) / max(1.0, settings.cooldown * settings.steps)
+    left = min(1.0, left)
+    share = left
+    if settings.decay == 'cosine':
+        share = 0.5 - 0.5 * math.cos(math.pi * left)
     return up * (settings.min_lr + (1 - settings.min_lr) * share)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One training step, and evaluation
-
-
-def train_step(model, optimizers, micro_batches, cast=nullcontext(), scaler=None, grad_clip=1.0, seeds=None):
-    """One update from [(inputs, targets)], (rows, T) each. Returns the loss, a mean over all real targets of the global
-    batch, and the norm of its gradient. Raises Refusal before the weights are touched if they aren't finite;
-    under fp16's scaler an infinite gradient only skips the update. `seeds` are of each micro-batch's dropout."""
-    counts = torch.stack([(targets != -1).sum() for _, targets in micro_batches])   # real targets
-    total = all_sum(counts.sum()).clamp(min=1)
-    losses = []
-    for i, batch in enumerate(micro_batches):
-        if world() > 1:  # gradients travel once, after the last micro-batch
-            model.set_requires_gradient_sync(i + 1 == len(micro_batches))
-        if seeds:
-            torch.manual_seed(seeds[i])
-        with cast:
-            losses.append(model(*batch)[1] * counts[i] / total)                     # this micro-batch's share
-        share = losses[-1] * world()                                                # the wrappers average over ranks
-        (scaler.scale(share) if scaler else share).backward()
-    loss = all_sum(torch.stack(losses).sum().detach())
-    for optimizer in optimizers if scaler else ():
-        scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    loss, norm = torch.stack((loss, norm.to(loss))).tolist()                        # the one wait for the device
-    if not math.isfinite(loss) or not (scaler or math.isfinite(norm)):
-        raise Refusal(f'The loss is {loss}, the norm of its gradient {norm}: resume the last checkpoint or start anew '
-                      'with a lower --lr.')
-    for optimizer in optimizers:
-        if scaler is None:
-            optimizer.step()
-        elif math.isfinite(norm):  # scaler.step would skip only the optimizer whose own gradients overflowed
-            scaler.step(optimizer)
-        optimizer.zero_grad()
-    if scaler:
-        scaler.update()
-    return loss, norm
-
-
 @torch.no_grad()
-def evaluate(model, data, T, device, cast=nullcontext(), most=2 ** 62):
-    """Nats a token over consecutive windows of T tokens, each target once, the first `most` of them; the ranks share
-    the rows. Leaves the model in evaluation mode."""
-    model.eval()
-    n = min(len(data) - 1, most)
-    n_rows = -(-n // (T * world())) * world()                                       # as many for every rank
-    x, y = np.zeros(n_rows * T, np.int64), np.full(n_rows * T, -1)                  # -1 is no target
-    x[:n], y[:n] = data[:n], data[1:n + 1]
-    total = torch.zeros((), device=device)
-    x, y = (torch.from_numpy(tokens).view(n_rows, T)[rank()::world()] for tokens in (x, y))
-    for batch in zip(x.split(max(1, 8192 // T)), y.split(max(1, 8192 // T))):
-        inputs, targets = to_device(device, *batch)
-        with cast:
-            total += model(inputs, targets)[1] * (targets != -1).sum()
-    return all_sum(total).item() / n
+def zero_outputs(model):
+    """Zeros what a block adds to the residual stream, and an untied head: every block starts as
+    the identity, and every token as likely as any."""
+    for weight in residual_weights(model):
+        weight.zero_()
+    if model.lm_head is not None:
+        model.lm_head.weight.zero_()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Many devices
+# -----------------------------------------------------------------------------------------------
+# A run: the model, how it is called, and its optimizers
+
+
+def compile_blocks(model, settings, device):
+    """Compiles the blocks and the loss, and makes blocks that are computed again in the
+    backward pass."""
+    reason = prepare.no_compiler(device)
+    compiles = settings.compile and not reason
+    if settings.compile and reason:
+        say(f'not compiled: {reason}')
+    for block in model.blocks:
+        # The code of one block serves all. Compiling the whole of `baby` would take 10 s more, and save
+        # 4 ms per update.
+        if compiles:
+            block.forward = torch.compile(block.forward)
+        # around the compiled block, so that it is compiled code that is run again
+        if settings.checkpoint_activations:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
+    if compiles:
+        model.nll = torch.compile(model.nll)
 
 
 def place(model, settings, device, dtype):
-    """The model as it is called in training: on its device, compiled, and with several processes wrapped; and the
-    autocast context of its calls. No wrapper changes a parameter's name."""
+    """Brings the model to its device, compiled, and spreads it over the processes. Returns what
+    to call in training, and the autocast context of the calls. No parameter changes its name."""
     model.to(device)
     if device.type == 'cuda':
-        torch.set_float32_matmul_precision('high')  # TF32 for Muon's fp32 products
-    if settings.checkpoint_activations:
-        for block in model.blocks:
-            block.forward = lambda *args, forward=block.forward: recompute(forward, *args, use_reentrant=False)
-    reason = prepare.no_compiler(device)
-    if settings.compile and reason:
-        say(f'not compiled: {reason}')
-    elif settings.compile:
-        for block in model.blocks:  # one is compiled for all; all of `baby` would take 10 s longer and save 4 ms a step
-            block.compile()
-        model.nll = torch.compile(model.nll)
-    cast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+        # TF32 for Muon's fp32 products
+        torch.set_float32_matmul_precision('high')
+    compile_blocks(model, settings, device)
+    cast = nullcontext()
+    if dtype != torch.float32:
+        cast = torch.autocast(device.type, dtype)
     if world() == 1:
         return model, cast
     if settings.parallel == 'ddp':
-        wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == 'cuda' else None,
-                                          gradient_as_bucket_view=True)
-        wrapped.set_requires_gradient_sync = partial(setattr, wrapped, 'require_backward_grad_sync')  # FSDP2's name
-        return wrapped, cast
+        # dynamo would cut each compiled block in two, to send gradients earlier
+        torch._dynamo.config.optimize_ddp = False
+        devices = [device] if device.type == 'cuda' else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True), cast
+    # each process keeps a part of every block, and gathers one block at a time
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (world(),))
-    for part in [*model.blocks, model]:  # each rank keeps a part of every block and gathers one block at a time
+    for part in [*model.blocks, model]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     return model, nullcontext()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Before the run
+def eager():
+    """Nothing is compiled in this context: evaluations and samples have many shapes, each used
+    rarely."""
+    return torch.compiler.set_stance('force_eager')
 
 
-def configure(argv):
-    """The command line to config values, settings, and the checkpoint to start from, if any."""
-    flags = {word[2:].partition('=')[0] for word in argv if word.startswith('--')}
-    asked = prepare.command_line(argv, __doc__, Config, Settings, presets=PRESETS)
-    names = asked.pop('presets')
-    if not RUNS.keys() & names:
-        device, _ = prepare.pick_device(asked.get('device', ''))
-        names = ['baby' if device.type == 'cpu' else 'shakespeare', *names]
-    names += ['tuned'] * bool(asked.get('init'))
-    out = asked.get('out') or os.path.join(prepare.ROOT, 'out', '-'.join(names))
-    flagged = {name: asked[name] for name in flags & asked.keys()}
-    if not asked.get('resume'):
-        values = {**RUNS.get(names[0], {}), **asked, 'out': out}
-        state = prepare.load_checkpoint(asked['init']) if asked.get('init') else None
-        return {**state['config'], **flagged} if state else values, prepare.build(Settings, values), state
-    state = prepare.load_checkpoint(out)
-    if 'optimizer' not in state:
-        raise Refusal(f'{out} has no optimizer to resume with; start from its weights with --init={out}.')
-    fixed = {**state['config'], 'data': state['settings']['data'], 'optimizer': state['settings']['optimizer']}
-    wanted = {**fixed, **{key: value for key, value in asked.items() if value != ''}}
-    wanted.update(asdict(prepare.build(Config, wanted)))  # a 0 becomes what it stands for
-    for name, have in fixed.items():
-        if wanted[name] != have:
-            raise Refusal(f'{name} is {wanted[name]}, but the run in {out} has {have}: resume with that, or start anew '
-                          'with another --out.', 2)
-    return state['config'], prepare.build(Settings, {**state['settings'], **flagged, 'out': out}), state
+# a state that is one file in every mode, with plain names
+WHOLE_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def fit(config, settings, state, name, data, meta):
-    """The Config for this data set, or a refusal where model, data and batch don't go together."""
-    if state and state['tokenizer'] != meta['tokenizer']:
-        spoken, found = (t.get('name', t['kind']) for t in (state['tokenizer'], meta['tokenizer']))
-        raise Refusal(f'The checkpoint speaks {spoken}, the data set {name} {found}: prepare it with --tokenizer.')
-    if settings.resume and state['data'] != meta['sha256']:
-        raise Refusal(f'The data set {name} is not the one that this run began with: prepare it as it was.')
-    if config.get('vocab_size', meta['vocab_size']) < meta['vocab_size']:
-        raise Refusal(f'vocab_size is {config["vocab_size"]}, but the data set {name} has {meta["vocab_size"]} ids.', 2)
-    cfg = prepare.build(Config, {'vocab_size': meta['vocab_size'], **config})
-    if not cfg.causal:
-        raise Refusal('causal=false: an encoder has no next-token loss; train a causal family.', 2)
-    if len(data) <= cfg.block_size:
-        raise Refusal(f'The data set {name} has {len(data)} tokens to train on, but a window of block_size '
-                      f'{cfg.block_size} needs one more than that: take more text or a smaller --block_size.')
-    if settings.batch_tokens % (cfg.block_size * world()):
-        raise Refusal(f'batch_tokens is {settings.batch_tokens}, but must be a multiple of block_size {cfg.block_size} '
-                      f'x {world()} processes.', 2)
-    return cfg
+class Run:
+    """A model in training, after `step` updates. It needs no data set and no folder."""
+
+    def __init__(self, model, settings, device, dtype):
+        self.model, self.settings, self.device = model, settings, device
+        self.step = 0
+        self.wrapped, self.cast = place(model, settings, device, dtype)
+        self.optimizers = make_optimizers(model, settings)
+        self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
+
+    def update(self, batch):
+        """One update from this process's [(inputs, targets)], (rows, T) each, -1 for no target.
+
+        Returns the loss, a mean over the targets of the global batch, and the norm of its
+        gradient. If they aren't finite, raises Refusal before the weights are touched; with
+        fp16's scaler an infinite gradient only skips the update.
+        """
+        factor = lr_factor(self.settings, self.step)
+        for group in groups_of(self.optimizers):
+            group['lr'] = group['peak_lr'] * factor
+        self.wrapped.train()
+        loss = self.add_gradients(batch)
+        norm = self.clip()
+        # the one wait for the device
+        loss, norm = torch.stack((loss, norm.to(loss))).tolist()
+        if not math.isfinite(loss) or not (self.scaler or math.isfinite(norm)):
+            raise Refusal(f'The loss is {loss}, the norm of its gradient {norm}: resume the last checkpoint '
+                          'or start anew with a lower --lr.')
+        self.move(norm)
+        self.step += 1
+        return loss, norm
+
+    def add_gradients(self, batch):
+        """The backward passes of all micro-batches; returns the loss, a tensor."""
+        # each micro-batch's mean loss counts as much as it has targets
+        targets_in = torch.stack([(targets != -1).sum() for _, targets in batch])
+        in_all = all_sum(targets_in.sum()).clamp(min=1)
+        # dropout's seeds
+        seeds = np.random.SeedSequence([self.settings.seed, self.step, rank()]).generate_state(len(batch))
+        losses = []
+        for i, (inputs, targets) in enumerate(batch):
+            # DDP sums gradients over the processes in every backward pass unless told not to, and one sum,
+            # after the last, is enough. FSDP should go on summing: it keeps only a part of each sum.
+            if isinstance(self.wrapped, DistributedDataParallel):
+                self.wrapped.require_backward_grad_sync = i + 1 == len(batch)
+            torch.manual_seed(int(seeds[i]))
+            with self.cast:
+                loss = self.wrapped(inputs, targets) * targets_in[i] / in_all
+            losses.append(loss.detach())
+            # DDP and FSDP average over the processes; here they should sum
+            loss = loss * world()
+            if self.scaler:
+                loss = self.scaler.scale(loss)
+            loss.backward()
+        return all_sum(torch.stack(losses).sum())
+
+    def clip(self):
+        """Limits the norm of the gradient; returns what it was before, a tensor."""
+        if self.scaler:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        most = self.settings.grad_clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def move(self, norm):
+        """Lets the optimizers change the weights."""
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            elif math.isfinite(norm):  # by itself the scaler would skip only one of two optimizers
+                self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        if self.scaler:
+            self.scaler.update()
+
+    @torch.no_grad()
+    def evaluate(self, windows):
+        """Nats per target over all processes' windows, (inputs, targets) each."""
+        self.wrapped.eval()
+        total = torch.zeros((), device=self.device)
+        n = torch.zeros((), device=self.device)
+        with eager():
+            for inputs, targets in windows:
+                n_targets = (targets != -1).sum()
+                with self.cast:
+                    total += self.wrapped(inputs, targets) * n_targets
+                n += n_targets
+        return (all_sum(total) / all_sum(n)).item()
+
+    def save(self, path, data, resumable=True):
+        """Writes a checkpoint. All processes call it: a sharded state is gathered in the first one."""
+        optimizers = self.optimizers if resumable else []
+        weights, optimizer_state = dcp.get_state_dict(self.model, optimizers, options=WHOLE_STATE)
+        checkpoint = dict(
+            config=asdict(self.model.cfg), model=weights, step=self.step,
+            tokenizer=data.meta['tokenizer'], data=data.meta['sha256'],
+            settings={**asdict(self.settings), 'data': data.name, 'device': ''})
+        if resumable:
+            scaler = self.scaler.state_dict() if self.scaler else None
+            checkpoint.update(optimizer=optimizer_state, scaler=scaler)
+        if rank() == 0:
+            prepare.save_checkpoint(path, checkpoint)
+
+    def restore(self, checkpoint):
+        """Brings optimizers, scaler and step back. The weights are in the model already."""
+        # Loading overwrites the learning rates and so on; put this run's back.
+        ours = [dict(group, params=None) for group in groups_of(self.optimizers)]
+        dcp.set_optimizer_state_dict(self.model, self.optimizers, checkpoint['optimizer'], options=WHOLE_STATE)
+        for group, values in zip(groups_of(self.optimizers), ours):
+            group.update(values, params=group['params'])
+        if self.scaler and checkpoint['scaler']:
+            self.scaler.load_state_dict(checkpoint['scaler'])
+        self.step = checkpoint['step']
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
-
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # one file in every mode, plain names
-
-
-def zero_outputs(model):
-    """Zeros where a block writes to the residual stream, and in an untied head: every block starts as the identity."""
-    for name, p in model.named_parameters():
-        if 'w_out' in name or 'w_down' in name or name == 'lm_head.weight':
-            torch.nn.init.zeros_(p)
-
-
-def sample_text(model, tok, n):
-    """What the model writes after a line end; plain ids start from the first one."""
-    prompt = torch.tensor([tok.encode('\n') or [0]])
-    return tok.decode([int(i) for i in generate(model.eval(), prompt, n, temperature=0.8)]).decode(errors='replace')
+# -----------------------------------------------------------------------------------------------
+# What a run prints and leaves in its folder
 
 
 def read_log(path):
-    """The lines of a log.jsonl; a last one that a crash has cut is left out."""
-    return [json.loads(line) for line in prepare.read_text(path).splitlines(True) if line.endswith('}\n')]
+    """The lines of a log.jsonl, as dicts. A last line that a crash has cut is left out."""
+    lines = prepare.read_text(path).splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith('}\n')]
+
+
+def draw(path, curves, **settings):
+    """Draws curves, {label: (xs, ys)}, into a PNG, where matplotlib is installed. settings: of
+    the axes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    axes = Figure(figsize=(7, 4)).subplots()
+    for label, (xs, ys) in curves.items():
+        axes.plot(xs, ys, label=label, marker='.' if len(xs) < 20 else None)
+    axes.set(**settings)
+    axes.legend()
+    with prepare.write_atomically(path) as file:
+        axes.figure.savefig(file, format='png', dpi=120)
+
+
+class Log:
+    """The lines of progress, log.jsonl and loss.png. Only the first process writes."""
+
+    def __init__(self, run, device, dtype):
+        self.folder, self.settings = run.settings.out, run.settings
+        self.path = os.path.join(self.folder, 'log.jsonl')
+        # a resumed run repeats what came after its checkpoint
+        lines = read_log(self.path) if run.step else []
+        lines = from_first([line for line in lines if line['step'] <= run.step])
+        self.val_losses = {line['step']: line['val_loss'] for line in lines if 'val_loss' in line}
+        if rank() == 0:
+            with prepare.write_atomically(self.path) as file:
+                for line in lines:
+                    file.write(json.dumps(line).encode() + b'\n')
+        # for MFU
+        cfg = run.model.cfg
+        self.flops_per_token = 3 * flops_per_token(cfg, cfg.block_size)
+        tf32 = device.type == 'cuda' and dtype == torch.float32  # on, see place(); the table has no peak for it
+        self.peak = None if tf32 else peak_tflops(device, dtype)
+        # updates and their seconds since the last line
+        self.n, self.seconds = 0, 0.0
+        self.began = time.perf_counter()
+        self.compiling = True
+
+    def write(self, **line):
+        if rank() == 0:
+            with open(self.path, 'a') as file:
+                file.write(json.dumps(line) + '\n')
+
+    def start(self):
+        """An update begins."""
+        self.started = time.perf_counter()
+
+    def update(self, step, loss, norm):
+        """An update has ended; now and then a line says so."""
+        # the first one's time is the compiler's
+        if not self.compiling:
+            self.seconds += time.perf_counter() - self.started
+            self.n += 1
+        self.compiling = False
+        if not self.settings.due('log_every', step):
+            return
+        lr = self.settings.lr * lr_factor(self.settings, step - 1)
+        seconds = self.seconds / max(1, self.n)
+        rate = self.settings.batch_tokens / seconds if self.n else 0.0
+        mfu = None
+        if self.peak:
+            mfu = rate * self.flops_per_token / (self.peak * 1e12 * world())
+        left = timedelta(seconds=int((self.settings.steps - step) * seconds))
+        shown_mfu = f'{mfu:.1%}' if mfu else 'n/a'
+        say(f'{step:>7}/{self.settings.steps}  loss {loss:.4f}  lr {lr:.1e}  {1000 * seconds:.0f} ms  '
+            f'{rate:,.0f} tokens/s  MFU {shown_mfu}  {left} left')
+        # JSON has no infinity; fp16's scaler has skipped such an update
+        norm = norm if math.isfinite(norm) else None
+        self.write(step=step, loss=loss, lr=lr, ms=1000 * seconds, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
+        self.n, self.seconds = 0, 0.0
+
+    def evaluation(self, step, loss):
+        self.val_losses[step] = loss
+        self.write(step=step, val_loss=loss)
+
+    def draw(self):
+        if rank() != 0:
+            return
+        lines, curves = read_log(self.path), {}
+        for key in ('loss', 'val_loss'):
+            points = [(line['step'], line[key]) for line in lines if key in line]
+            if points:
+                curves[key] = list(zip(*points))
+        draw(os.path.join(self.folder, 'loss.png'), curves, xlabel='update', ylabel='nats per token')
 
 
 @contextmanager
-def alone(folder):
-    """Keeps a second run out of the folder while this one writes there, where the system can lock a folder."""
+def locked(folder):
+    """Keeps a second run out of the folder while this one writes there, where the system can
+    lock one."""
     os.makedirs(folder, exist_ok=True)
     if os.name == 'nt':
         yield
@@ -426,162 +734,239 @@ def alone(folder):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refusal(f'Another run writes to {folder}: wait for its end, or take another --out.') from None
-    except OSError:  # a file system without locks
-        pass
+    except OSError:
+        pass  # a file system without locks
     try:
         yield
     finally:
         os.close(handle)
 
 
+def move_old_run(folder):
+    """Moves all that an older run has left in the folder to previous_1, previous_2, ..."""
+    if not os.path.exists(os.path.join(folder, 'ckpt.pt')):
+        return
+    for n in count(1):
+        aside = f'{folder}/previous_{n}'
+        if not os.path.exists(aside):
+            break
+    os.mkdir(aside)
+    for file in ('best.pt', 'log.jsonl', 'loss.png', 'ckpt.pt'):
+        with suppress(FileNotFoundError):
+            os.replace(os.path.join(folder, file), os.path.join(aside, file))
+    say(f'a run was here before: it is now {aside}')
+
+
+class Signals:
+    """Ctrl-C and SIGTERM stop a run after its current update; the second time at once."""
+
+    def __init__(self):
+        self.numbers = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        self.numbers.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        say('stopping after this update; the same signal again stops at once')
+
+    def came(self):
+        """Has a signal come, to any of the processes? All ask together, and get the same
+        answer."""
+        return bool(all_sum(torch.tensor(float(len(self.numbers)))))
+
+    def exit_code(self):
+        number = self.numbers[0] if self.numbers else signal.SIGTERM  # none here: another process got it
+        return 128 + number
+
+
+# -----------------------------------------------------------------------------------------------
+# From the command line to a run
+
+
+def default_run(device):
+    """The name of the preset that suits a device."""
+    device, _ = prepare.pick_device(device)
+    return 'baby' if device.type == 'cpu' else 'shakespeare'
+
+
+def configure(argv):
+    """The command line -> Config values, Settings, and the checkpoint to start from, or None."""
+    flags = {word[2:].partition('=')[0] for word in argv if word.startswith('--')}
+    asked = prepare.command_line(argv, __doc__, Config, Settings, presets=PRESETS)
+    names = asked.pop('presets')
+    if not RUNS.keys() & names:
+        names = [default_run(asked.get('device', '')), *names]
+    if asked.get('init'):
+        names = [*names, 'tuned']
+    out = asked.get('out') or os.path.join(prepare.ROOT, 'out', '-'.join(names))
+    flagged = {name: asked[name] for name in flags & asked.keys()}
+    if asked.get('resume'):
+        return configure_resumed(asked, flagged, out)
+    # a preset's values, then what was asked for; a checkpoint's Config in place of both
+    values = {**RUNS.get(names[0], {}), **asked, 'out': out}
+    settings = prepare.build(Settings, values)
+    if not settings.init:
+        return values, settings, None
+    checkpoint = prepare.load_checkpoint(settings.init)
+    return {**checkpoint['config'], **flagged}, settings, checkpoint
+
+
+def configure_resumed(asked, flagged, out):
+    """The run in the folder `out` goes on, with other settings where they were given as flags.
+    Model, data and optimizer must stay what they are."""
+    checkpoint = prepare.load_checkpoint(out)
+    if 'optimizer' not in checkpoint:
+        raise Refusal(f'{out} has no optimizer to resume with; start from its weights with --init={out}.')
+    old = checkpoint['settings']
+    fixed = {**checkpoint['config'], 'data': old['data'], 'optimizer': old['optimizer']}
+    wanted = {**fixed, **{name: value for name, value in asked.items() if value != ''}}
+    # a 0 becomes what it stands for
+    wanted.update(asdict(prepare.build(Config, wanted)))
+    for name, have in fixed.items():
+        if wanted[name] != have:
+            raise Refusal(f'{name} is {wanted[name]}, but the run in {out} has {have}: resume with that, or '
+                          'start anew with another --out.', 2)
+    settings = prepare.build(Settings, {**old, **flagged, 'out': out})
+    return checkpoint['config'], settings, checkpoint
+
+
+def config_for(values, settings, checkpoint, name, meta):
+    """The Config of a run on the data set `name`; refuses what does not go together."""
+    if checkpoint and checkpoint['tokenizer'] != meta['tokenizer']:
+        theirs, ours = (t.get('name', t['kind']) for t in (checkpoint['tokenizer'], meta['tokenizer']))
+        raise Refusal(f'The checkpoint speaks {theirs}, the data set {name} {ours}: prepare it with '
+                      '--tokenizer.')
+    if settings.resume and checkpoint['data'] != meta['sha256']:
+        raise Refusal(f'The data set {name} is not the one that this run began with: prepare it as it was.')
+    vocab_size = values.get('vocab_size', meta['vocab_size'])
+    if vocab_size < meta['vocab_size']:
+        raise Refusal(f'vocab_size is {vocab_size}, but the data set {name} has {meta["vocab_size"]} ids.', 2)
+    cfg = prepare.build(Config, {**values, 'vocab_size': vocab_size})
+    if not cfg.causal:
+        raise Refusal('causal=false: an encoder has no next-token loss; train a causal family.', 2)
+    if meta['train_tokens'] <= cfg.block_size:
+        raise Refusal(f'The data set {name} has {meta["train_tokens"]} tokens to train on, but a window of '
+                      f'block_size {cfg.block_size} needs one more than that: take more text or a smaller '
+                      '--block_size.')
+    if settings.batch_tokens % (cfg.block_size * world()):
+        raise Refusal(f'batch_tokens is {settings.batch_tokens}, but must be a multiple of block_size '
+                      f'{cfg.block_size} x {world()} processes.', 2)
+    return cfg
+
+
+def make_model(cfg, settings, checkpoint):
+    """The model with a checkpoint's weights, or with the weights that the seed draws."""
+    torch.manual_seed(settings.seed)
+    model = Transformer(cfg)
+    if checkpoint:
+        prepare.load_weights(model, checkpoint['model'])
+    elif settings.zero_init:
+        zero_outputs(model)
+    return model
+
+
 def main(argv):
     local = int(os.environ.get('LOCAL_RANK', -1))
     if 0 <= local < torch.cuda.device_count():
         torch.cuda.set_device(local)
-    config, settings, state = configure(argv)
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:  # started by torchrun
-        cpu = settings.device == 'cpu' or not torch.cuda.is_available()
-        settings.device = 'cpu' if cpu else f'cuda:{local}'
-        dist.init_process_group('gloo' if cpu else 'cpu:gloo,cuda:nccl', timeout=timedelta(hours=2))
-    with alone(settings.out) if rank() == 0 else nullcontext():
-        code = train(config, settings, state)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    values, settings, checkpoint = configure(argv)
+    start_processes(settings, local)
+    with locked(settings.out) if rank() == 0 else nullcontext():
+        code = prepare_and_train(values, settings, checkpoint)
+    stop_processes()
     if code:
         sys.exit(code)
 
 
-def train(config, settings, state):
-    """The whole run. Returns the process's exit code: 0, or 128 + the signal that stopped it."""
+def prepare_and_train(values, settings, checkpoint):
+    """Makes all that a run needs, and trains. Returns the process's exit code."""
     device, dtype = prepare.pick_device(settings.device, settings.dtype)
-    scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
-    if scaler and world() > 1 and settings.parallel == 'fsdp':
+    if dtype == torch.float16 and world() > 1 and settings.parallel == 'fsdp':
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
-    name = from_first(prepare.find_data(settings.data) if rank() == 0 else '')  # one process makes the data for all
-    train_data, val_data, meta = prepare.load_data(name)
-    cfg, tok = fit(config, settings, state, name, train_data, meta), prepare.tokenizer(meta['tokenizer'])
-
-    torch.manual_seed(settings.seed)
-    model = Transformer(cfg)
-    if state:
-        prepare.load_weights(model, state['model'])
-    elif settings.zero_init:
-        zero_outputs(model)
-    called, cast = place(model, settings, device, dtype)
-    optimizers = make_optimizers(model, settings)
-    log_path, done, kept = os.path.join(settings.out, 'log.jsonl'), 0, []
+    # one process makes the data for all
+    name = from_first(prepare.find_data(settings.data) if rank() == 0 else '')
+    meta = prepare.load_data(name)[-1]
+    cfg = config_for(values, settings, checkpoint, name, meta)
+    data = Data(name, cfg, settings, device)
+    run = Run(make_model(cfg, settings, checkpoint), settings, device, dtype)
     if settings.resume:
-        hyper = [dict(group, params=None) for group in groups_of(optimizers)]
-        dcp.set_optimizer_state_dict(model, optimizers, state['optimizer'], options=FULL)
-        for group, mine in zip(groups_of(optimizers), hyper):  # loading brings the old run's settings; ours go back
-            group.update(mine, params=group['params'])
-        done = state['step']
-        kept = from_first([line for line in read_log(log_path) if line['step'] <= done])  # the rest comes again
-        if scaler and state['scaler']:
-            scaler.load_state_dict(state['scaler'])
-    val_losses = {line['step']: line['val_loss'] for line in kept if 'val_loss' in line}
-    if done >= settings.steps and done in val_losses:
-        raise Refusal(f'{settings.out} is at update {done} already: go on with --steps={2 * done}, say.')
+        run.restore(checkpoint)
+    elif rank() == 0:
+        move_old_run(settings.out)
+    log = Log(run, device, dtype)
+    if run.step >= settings.steps and run.step in log.val_losses:
+        raise Refusal(f'{settings.out} is at update {run.step} already: go on with '
+                      f'--steps={2 * run.step}, say.')
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    say(f'{n_parameters:,} parameters, {len(data.train):,} tokens of {name}, {settings.steps:,} updates of '
+        f'{settings.batch_tokens:,} tokens; {device} x {world()}, {str(dtype)[6:]}; {settings.out}')
+    signals = Signals()
+    train(run, data, log, signals)
+    return say_goodbye(run, data, log, signals)
 
-    if rank() == 0:
-        if not settings.resume and os.path.exists(os.path.join(settings.out, 'ckpt.pt')):
-            aside = next(path for n in count(1) if not os.path.exists(path := f'{settings.out}/previous_{n}'))
-            os.mkdir(aside)
-            for file in 'best.pt', 'log.jsonl', 'loss.png', 'ckpt.pt':
-                with suppress(FileNotFoundError):
-                    os.replace(os.path.join(settings.out, file), os.path.join(aside, file))
-            say(f'a run was here before: it is now {aside}')
-        with prepare.write_atomically(log_path) as file:
-            file.write(''.join(json.dumps(line) + '\n' for line in kept).encode())
 
-    def log(**line):
-        if rank() == 0:
-            with open(log_path, 'a') as file:
-                file.write(json.dumps(line) + '\n')
+# -----------------------------------------------------------------------------------------------
+# The loop
 
-    def save(file, resumable=True):
-        """All ranks call it: a sharded state is gathered in the first one's memory."""
-        weights, optimizer = dcp.get_state_dict(model, optimizers if resumable else [], options=FULL)
-        state = dict(config=asdict(cfg), model=weights, step=done, tokenizer=meta['tokenizer'],
-                     data=meta['sha256'], settings={**asdict(settings), 'data': name, 'device': ''})
-        if resumable:
-            state.update(optimizer=optimizer, scaler=scaler.state_dict() if scaler else None)
-        if rank() == 0:
-            prepare.save_checkpoint(os.path.join(settings.out, file), state)
 
-    def due(every):
-        return done == settings.steps or every and done % every == 0
+def train(run, data, log, signals):
+    """Trains until the last update, or until a signal comes."""
+    settings, stop = run.settings, False
+    # an evaluation that was cut off is made up for
+    if run.step > 0 and settings.due('eval_every', run.step) and run.step not in log.val_losses:
+        evaluate(run, data, log)
+    while run.step < settings.steps and not stop:
+        # one update; the next batch is read meanwhile
+        log.start()
+        loss, norm = run.update(data.batch(run.step))
+        log.update(run.step, loss, norm)
+        # all processes stop together
+        stop = signals.came()
+        cut = stop and run.step < settings.steps
+        # a checkpoint comes first: an evaluation can fail
+        evaluation_due = settings.due('eval_every', run.step)
+        if stop or evaluation_due or settings.due('save_every', run.step):
+            run.save(os.path.join(settings.out, 'ckpt.pt'), data)
+        # once in a while: the loss on the validation text, and a sample
+        if evaluation_due and not cut:
+            evaluate(run, data, log)
+    log.draw()
 
-    def validate():
-        with torch.compiler.set_stance('force_eager'):  # or every new shape would be compiled
-            loss = evaluate(called, val_data, cfg.block_size, device, cast, settings.eval_tokens)
-            say(f'{done:>7}/{settings.steps}  validation loss {loss:.4f}')
-            if loss < min(val_losses.values(), default=math.inf):
-                save('best.pt', resumable=False)
-            val_losses[done] = loss
-            log(step=done, val_loss=loss)
-            if settings.sample_tokens and not (world() > 1 and settings.parallel == 'fsdp'):
-                say(sample_text(model, tok, settings.sample_tokens))
 
-    signals = []
+def evaluate(run, data, log):
+    """The validation loss, best.pt if it is the best so far, and a sample."""
+    loss = run.evaluate(data.windows())
+    say(f'{run.step:>7}/{run.settings.steps}  validation loss {loss:.4f}')
+    if loss < min(log.val_losses.values(), default=math.inf):
+        run.save(os.path.join(run.settings.out, 'best.pt'), data, resumable=False)
+    log.evaluation(run.step, loss)
+    # a model in parts can't write: each step would gather all of it
+    in_parts = world() > 1 and run.settings.parallel == 'fsdp'
+    if run.settings.sample_tokens and not in_parts:
+        with eager():
+            say(sample_text(run.model, data.meta['tokenizer'], run.settings.sample_tokens))
 
-    def on_signal(number, _):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        say('stopping after this update; the same signal again stops at once')
 
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, on_signal)
-    tf32 = device.type == 'cuda' and dtype == torch.float32  # place() has turned it on; the table has no peak for it
-    peak = None if tf32 else prepare.peak_tflops(device, dtype)
-    flops = 3 * flops_per_token(cfg, cfg.block_size)
-    say(f'{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_data):,} tokens of {name}, '
-        f'{settings.steps:,} updates of {settings.batch_tokens:,} tokens; {device} x {world()}, {str(dtype)[6:]}; '
-        f'{settings.out}')
-    began, seconds, timed = time.perf_counter(), 0.0, 0
-    with ThreadPoolExecutor(1) as pool:
-        fetch = partial(pool.submit, micro_batches_of, data=train_data, cfg=cfg, settings=settings, device=device)
-        ahead, compiles, stop = fetch(done), True, False
-        if done and due(settings.eval_every) and done not in val_losses:  # the run was cut before it could
-            validate()
-        while done < settings.steps and not stop:
-            start = time.perf_counter()
-            batch, ahead = ahead.result(), fetch(done + 1)
-            for group in groups_of(optimizers):
-                group['lr'] = group['peak_lr'] * lr_factor(settings, done)
-            seeds = np.random.SeedSequence([settings.seed, done, rank()]).generate_state(len(batch)).tolist()
-            called.train()
-            loss, norm = train_step(called, optimizers, batch, cast, scaler, settings.grad_clip, seeds)
-            if not compiles:  # the first update's time is the compiler's
-                seconds, timed = seconds + time.perf_counter() - start, timed + 1
-            done, compiles = done + 1, False
-            if due(settings.log_every):
-                ms = 1000 * seconds / max(1, timed)
-                rate = settings.batch_tokens / ms * 1000 if timed else 0.0
-                mfu = rate * flops / (peak * 1e12 * world()) if peak else None
-                lr = settings.lr * lr_factor(settings, done - 1)
-                left = timedelta(seconds=int((settings.steps - done) * ms / 1000))
-                say(f'{done:>7}/{settings.steps}  loss {loss:.4f}  lr {lr:.1e}  {ms:.0f} ms  {rate:,.0f} tokens/s  '
-                    f'MFU {f"{mfu:.1%}" if mfu else "n/a"}  {left} left')
-                norm = norm if math.isfinite(norm) else None  # JSON has no infinity; the scaler has skipped the update
-                log(step=done, loss=loss, lr=lr, ms=ms, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
-                seconds, timed = 0.0, 0
-            stop = bool(all_sum(torch.tensor(float(bool(signals)))))  # all processes stop together
-            if stop or due(settings.save_every) or due(settings.eval_every):
-                save('ckpt.pt')
-            if due(settings.eval_every) and not (stop and done < settings.steps):
-                validate()
-    if rank() == 0:
-        lines = read_log(log_path)
-        logged = {key: [(line['step'], line[key]) for line in lines if key in line] for key in ('loss', 'val_loss')}
-        curves = {key: zip(*points) for key, points in logged.items() if points}
-        prepare.draw(os.path.join(settings.out, 'loss.png'), curves, xlabel='update', ylabel='nats a token')
-    if stop and done < settings.steps:
-        say(f'stopped after update {done}; to go on: python train.py --out={settings.out} --resume=true')
-        return 128 + (signals or [signal.SIGTERM])[0]  # none here: another process got it
-    prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(name, 'The ')
-    say(f'{time.perf_counter() - began:.0f} s, validation loss {min(val_losses.values()):.4f}. Read more of it with: '
+def sample_text(model, description, n):
+    """What the model writes after a line end, in n tokens."""
+    tokenizer = prepare.make_tokenizer(description)
+    # where ids are all there is, the prompt is the first one
+    prompt = torch.tensor([tokenizer.encode('\n') or [0]])
+    ids = [int(token) for token in generate(model.eval(), prompt, n, temperature=0.8)]
+    return tokenizer.decode(ids).decode(errors='replace')
+
+
+def say_goodbye(run, data, log, signals):
+    """Says how it ended and how to go on; returns the exit code."""
+    settings = run.settings
+    if run.step < settings.steps:
+        say(f'stopped after update {run.step}; to go on: python train.py --out={settings.out} --resume=true')
+        return signals.exit_code()
+    seconds = time.perf_counter() - log.began
+    best = min(log.val_losses.values())
+    prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(data.name, 'The ')
+    say(f'{seconds:.0f} s, validation loss {best:.4f}. Read more of it with: '
         f'python sample.py --out={settings.out} --prompt="{prompt}"')
     return 0
 
