@@ -1,19 +1,20 @@
-"""Honest numbers: what a Transformer costs, computed, and what this machine makes of it, measured, side by side.
+"""Honest numbers: what a Transformer costs, computed, and what this machine makes of it, measured.
 
     python bench.py                          this machine at a glance
     python bench.py plan llama3-8b --hardware=H100 --gpus=8 --dollars_per_hour=2
     python bench.py train                    tokens/s and MFU, beside transformers' Llama of the same shape
     python bench.py prefill                  reading a prompt: tokens/s and MFU against its length
-    python bench.py decode                   writing: tokens/s, share of the bandwidth, time a token against position
+    python bench.py decode                   writing: tokens/s, share of the bandwidth, time per token
     python bench.py attention                explicit scores against SDPA: O(T^2) against O(T)
     python bench.py memory                   what training keeps for the backward pass
     python bench.py ladder                   one small model from GPT-1's block to today's, part by part
 
-Tables for people, then one line of JSON with the same figures; curves go to a PNG. All but plan measure one device. It
-is waited for, first runs are dropped, and a figure is the median of several repeats with their spread (half the range
-over the median); what is one run alone says so in its title. Compilation and evaluation are never inside.
-MFU is FLOPs a second over the peak, with all T x T scores counted (PaLM, arXiv:2204.02311); MBU the bytes of the
-weights read a second over the bandwidth. --compare=FILE sets an earlier JSON beside it: hack, measure, compare.
+Each prints tables, then one line of JSON with the same figures; curves go to a PNG. All but plan measure one
+device: it is waited for, the first runs are dropped, and a figure is the median of several repeats with
+their spread, half the range over the median. What is one run alone says so in its title. Compilation
+and evaluation are never inside. MFU is FLOPs per second over the peak, with all T x T scores counted
+(PaLM, arXiv:2204.02311); MBU is the bytes of the weights read per second over the bandwidth. --compare=FILE sets
+the JSON of an earlier run of the same mode beside this one.
 """
 import json
 import math
@@ -23,7 +24,7 @@ import statistics
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_file
 import prepare
+import sample
 import train
 from model import FAMILIES, Config, KVCache, Transformer, cache_bytes_per_token, flops_per_token, matmul_params
 from prepare import Refusal
@@ -43,98 +45,75 @@ from prepare import Refusal
 
 @dataclass
 class Options:
-    context: int = 0               # plan: tokens of a sequence; 0: the model's block_size
+    context: int = 0               # plan: tokens per sequence; 0: the model's block_size
     batch: int = 1                 # plan: sequences served at once
-    hardware: str = 'H100'         # plan: a device of the table of peaks
+    hardware: str = 'H100'         # plan: a device of the table of cards
     gpus: int = 1                  # plan: how many of them
-    dollars_per_hour: float = 0.0  # plan: of one of them
-    tokens: float = 0.0            # plan: to train on; 0: 20 a parameter (Chinchilla, arXiv:2203.15556)
+    dollars_per_hour: float = 0.0  # plan: price of one of them
+    tokens: float = 0.0            # plan: to train on; 0: 20 per parameter (Chinchilla, arXiv:2203.15556)
     mfu: float = 0.4               # plan: the share of the peak that training reaches
-    peak_tflops: float = 0.0       # of this device, where the table doesn't know it
+    peak_tflops: float = 0.0       # of this device, where the table of cards lacks it
     peak_gbs: float = 0.0          # bandwidth of this device in GB/s, likewise
-    repeats: int = 5               # measurements that a median is taken of
+    repeats: int = 5               # measurements per median
     device: str = ''               # cuda, mps, cpu; '' takes the best there is
     dtype: str = ''                # bf16, fp16, fp32; '' takes the device's best
     compile: bool = True           # compile what is measured, where that can work
     out: str = ''                  # folder for pictures; '' takes out/bench
-    compare: str = ''              # file with an earlier JSON line
+    compare: str = ''              # file that ends in the JSON line of an earlier run
 
     def __post_init__(self):
         for name, value in vars(self).items():
             least = 1 if name in ('batch', 'gpus', 'repeats') else 0
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
+            if isinstance(value, int | float) and not least <= value < math.inf:
                 raise ValueError(f'{name} is {value}, but must be at least {least}')
         if not 0 < self.mfu <= 1:
             raise ValueError(f'mfu is {self.mfu}, but must be above 0 and at most 1')
         self.out = self.out or os.path.join(prepare.ROOT, 'out', 'bench')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring and showing
+PLAN_ONLY = ('context', 'batch', 'hardware', 'gpus', 'dollars_per_hour', 'tokens', 'mfu')
+
+# -----------------------------------------------------------------------------------------------
+# Tables
 
 
-def synchronize(device):
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
+@dataclass
+class Table:
+    """What a mode returns, several of them. rows: {label: {figure: value}}, for the screen and
+    the JSON."""
+    title: str
+    rows: dict
+    notes: list = field(default_factory=list)   # sentences below the table
+    facts: dict = field(default_factory=dict)   # for the JSON alone
+    rows_in_json: bool = True
 
+    def print(self):
+        names = []
+        for row in self.rows.values():
+            names += [name for name in row if name not in names]
+        # a table of one nameless column has no head
+        lines = []
+        if any(names):
+            lines.append(['', *(name.replace('_per_', '/').replace('_', ' ') for name in names)])
+        for label, row in self.rows.items():
+            lines.append([label, *(shown(name, row[name]) if name in row else '' for name in names)])
+        print(f'\n{self.title}')
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for label, *cells in lines:
+            cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+            print('  ' + '  '.join([label.ljust(widths[0]), *cells]).rstrip())
+        for note in self.notes:
+            print(note)
 
-def middle(seconds):
-    """The median, and half the range over it."""
-    median = statistics.median(seconds)
-    return median, (max(seconds) - min(seconds)) / 2 / median
-
-
-def measure(functions, device, repeats=5, warmup=2):
-    """Seconds of each function, [(median, spread)]: `repeats` rounds in which all take their turn, so that a noisy
-    machine disturbs them alike."""
-    times = [[] for _ in functions]
-    for _ in range(warmup + repeats):
-        for function, seconds in zip(functions, times):
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
-    return [middle(seconds[warmup:]) for seconds in times]
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make inside the context, while they live: .most at once. What a
-    kernel uses inside is not seen, on no device, so a fused one looks a little better than it is."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.most = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
-            if storage._cdata not in self.live and storage._cdata not in given:
-                self.live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.live.pop, storage._cdata, None)
-        self.most = max(self.most, sum(self.live.values()))
-        return out
-
-
-@contextmanager
-def saved_for_backward(weights):
-    """Bytes that autograd saves inside the context, each storage once, `weights` left out: a dict that fills."""
-    kept, own = {}, {w.untyped_storage().data_ptr() for w in weights}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield kept
+    def to_json(self):
+        return {**self.facts, **(self.rows if self.rows_in_json else {})}
 
 
 def percent(share):
     if share is None:
         return 'n/a'
-    return f'{share:.0%}' if share <= 1 else f'{share:.0%} (!)'  # nothing can pass its peak
+    # nothing can pass its peak
+    return f'{share:.0%}' if share <= 1 else f'{share:.0%} (!)'
 
 
 def human(n, unit=''):
@@ -157,230 +136,412 @@ def shown(name, value):
         return percent(value)
     if name in ('loss', 'ratio', 'share'):
         return f'{value:.3f}'
-    return f'{value:,.0f}' if isinstance(value, int) or value >= 1000 else f'{value:.3g}'
+    if isinstance(value, int) or value >= 1000:
+        return f'{value:,.0f}'
+    return f'{value:.3g}'
 
 
-def report(result, title, rows):
-    """Shows rows, {label: {figure: value}}, as a table with a column a figure, and adds them to the result."""
-    result.update(rows)
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    cells = [['', *(name.replace('_per_', '/').replace('_', ' ') for name in names)]]
-    for label, row in rows.items():
-        cells.append([label, *(shown(name, row[name]) if name in row else '' for name in names)])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    print(f'\n{title}')
-    for label, *rest in cells[not any(names):]:
-        print('  ' + '  '.join([label.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip())
+def numbers_in(figures):
+    """{name: number} of a JSON line; the ones in rows are named row.figure."""
+    numbers = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            numbers.update({f'{name}.{inner}': number for inner, number in numbers_in(value).items()})
+        elif type(value) in (int, float):
+            numbers[name] = value
+    return numbers
 
 
-def ratios(result, pairs):
-    """How the first of each pair of rows does against the second."""
-    for ours, theirs in pairs:
-        if ours in result and theirs in result:
-            ratio = result[ours]['tokens_per_s'] / result[theirs]['tokens_per_s']
-            result[f'{ours} / {theirs}'] = ratio
-            print(f'{ours}: {ratio:.2f} x the tokens/s of {theirs}.')
+def comparison(result, path):
+    """A Table of this run's numbers beside those of the JSON line at the end of a file."""
+    try:
+        earlier = json.loads(prepare.read_text(path).strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise Refusal(f'{path} does not end in a line of JSON; save one with: python bench.py > {path}', 2) from None
+    if earlier.get('mode') != result['mode']:
+        raise Refusal(f'{path} is of mode {earlier.get("mode")}, and this is {result["mode"]}: compare runs of '
+                      'one mode.', 2)
+    then, rows = numbers_in(earlier), {}
+    for name, now in numbers_in(result).items():
+        if then.get(name):
+            rows[name] = dict(then=then[name], now=now, ratio=now / then[name])
+    return Table('against the earlier run', rows)
+
+
+# -----------------------------------------------------------------------------------------------
+# Measuring
+
+
+def synchronize(device):
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
+
+
+def middle(seconds):
+    """The median, and half the range over it."""
+    median = statistics.median(seconds)
+    return median, (max(seconds) - min(seconds)) / 2 / median
+
+
+def measure(functions, device, repeats=5, warmup=2):
+    """Seconds of each function, [(median, spread)]. In each round all take their turn, so that
+    a noisy machine disturbs them alike."""
+    times = [[] for _ in functions]
+    for _ in range(warmup + repeats):
+        for function, seconds in zip(functions, times):
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+    return [middle(seconds[warmup:]) for seconds in times]
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make inside the context, while they live:
+    .most at once. What a kernel uses inside is not seen, so a fused one looks a little better
+    than it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.live and storage._cdata not in given:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self.live.values()))
+        return out
+
+
+def most_bytes(function):
+    with Peak() as peak:
+        function()
+    return peak.most
+
+
+@contextmanager
+def saved_for_backward(weights):
+    """What autograd saves inside the context, `weights` left out: a dict that fills, {storage:
+    bytes}."""
+    saved, own = {}, {w.untyped_storage().data_ptr() for w in weights}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 class Machine:
     """This device, its published peaks and what it was measured to reach."""
 
     def __init__(self, options):
+        self.options = options
         self.device, self.dtype = prepare.pick_device(options.device, options.dtype)
-        self.options, self.name = options, prepare.device_name(self.device)
-        tf32 = self.device.type == 'cuda' and self.dtype == torch.float32  # as train.py has it; no peak in the table
-        torch.set_float32_matmul_precision('high' if tf32 else 'highest')
-        self.n = 1024 if self.device.type == 'cpu' else 8192
-        self.product = partial(torch.mm, *torch.randn(2, self.n, self.n, device=self.device, dtype=self.dtype))
-        big = torch.ones(2 ** 28, device=self.device)
-        (seconds, _), = measure([big.sum], self.device, 5)
-        self.read_gbs = big.nbytes / seconds / 1e9
-        self.published = options.peak_tflops or (None if tf32 else prepare.peak_tflops(self.device, self.dtype))
-        self.reached(measure([self.product], self.device, 9)[0])
-        self.peak_gbs = options.peak_gbs or (prepare.peak(self.name) or {}).get('gbs') or self.read_gbs
+        self.name = train.device_name(self.device)
         self.compiles = options.compile and not prepare.no_compiler(self.device)
+        # train.py uses TF32 for fp32 on a GPU, and the table has no peak for it
+        tf32 = self.device.type == 'cuda' and self.dtype == torch.float32
+        torch.set_float32_matmul_precision('high' if tf32 else 'highest')
+        published = None if tf32 else train.peak_tflops(self.device, self.dtype)
+        self.published_tflops = options.peak_tflops or published
+        # what a product of matrices and a read of memory reach
+        self.n = 1024 if self.device.type == 'cpu' else 8192
+        a, b = torch.randn(2, self.n, self.n, device=self.device, dtype=self.dtype)
+        self.product = partial(torch.mm, a, b)
+        big = torch.ones(2 ** 28, device=self.device)
+        (seconds, _), = measure([big.sum], self.device)
+        self.read_gbs = big.nbytes / seconds / 1e9
+        self.set_matmul_speed(*measure([self.product], self.device, 9))
+        card = train.peak(self.name) or {}
+        self.peak_gbs = options.peak_gbs or card.get('gbs') or self.read_gbs
+
+    def set_matmul_speed(self, timing):
+        """Stores the measured speed of a matrix product. On a CPU it is the peak that MFU is
+        relative to."""
+        seconds, _ = timing
+        self.matmul_tflops = 2 * self.n ** 3 / seconds / 1e12
+        self.peak_tflops = self.published_tflops
+        if self.peak_tflops is None and self.name == 'cpu':
+            self.peak_tflops = self.matmul_tflops
+
+    def introduce(self):
         peak = f'{self.peak_tflops:.3g} TFLOP/s' if self.peak_tflops else 'unknown (give --peak_tflops)'
         print(f'{self.name}, {str(self.dtype)[6:]}, torch {torch.__version__}: a matrix product reaches '
               f'{self.matmul_tflops:.3g} TFLOP/s, a read of memory {self.read_gbs:.3g} GB/s.\n100 % MFU is {peak}, '
-              f'100 % MBU {self.peak_gbs:.3g} GB/s: as given, or the vendor\'s, or else what was measured.')
-
-    def reached(self, timing):
-        """Takes note of how long the matrix product took: on a CPU that is the peak which MFU is held against."""
-        self.matmul_tflops = 2 * self.n ** 3 / timing[0] / 1e12
-        self.peak_tflops = self.published or (self.matmul_tflops if self.name == 'cpu' else None)
+              f"100 % MBU {self.peak_gbs:.3g} GB/s: as given, or the vendor's, or else what was measured.")
 
     def rate(self, tokens, flops, timing):
         """The figures of a work of so many tokens and FLOPs that takes (seconds, spread)."""
         seconds, spread = timing
-        return dict(tokens_per_s=tokens / seconds, ms=1e3 * seconds, spread=spread, flops_per_s=flops / seconds,
-                    mfu=flops / seconds / self.peak_tflops / 1e12 if self.peak_tflops else None)
+        flops_per_s = flops / seconds
+        mfu = flops_per_s / self.peak_tflops / 1e12 if self.peak_tflops else None
+        return dict(tokens_per_s=tokens / seconds, ms=1e3 * seconds, spread=spread, flops_per_s=flops_per_s, mfu=mfu)
 
-    def method(self):
+    def facts(self):
         threads = torch.get_num_threads() if self.device.type == 'cpu' else None
         return dict(device=self.name, dtype=str(self.dtype)[6:], torch=torch.__version__,
                     python=platform.python_version(), threads=threads, matmul_tflops=self.matmul_tflops,
                     read_gbs=self.read_gbs, peak_tflops=self.peak_tflops, peak_gbs=self.peak_gbs)
 
 
-def read_result(path):
-    """The JSON line that an earlier run has ended with."""
-    try:
-        return json.loads(prepare.read_text(path).strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        raise Refusal(f'{path} does not end in a line of JSON; save one with: python bench.py > {path}', 2) from None
+def ratio_note(table, ours, theirs):
+    """Adds how one row's tokens/s does against another's, where both are there."""
+    if ours in table.rows and theirs in table.rows:
+        ratio = table.rows[ours]['tokens_per_s'] / table.rows[theirs]['tokens_per_s']
+        table.facts[f'{ours} / {theirs}'] = ratio
+        table.notes.append(f'{ours}: {ratio:.2f} x the tokens/s of {theirs}.')
 
 
-def compare(result, earlier):
-    """Ratios of this result's numbers to an earlier one's."""
-    def flat(figures):
-        inner = {f'{k}.{i}': v for k, sub in figures.items() if isinstance(sub, dict) for i, v in sub.items()}
-        return {k: v for k, v in {**figures, **inner}.items() if type(v) in (int, float)}
-    for name in ('mode', 'model', 'shape', 'device', 'dtype'):
-        if result.get(name) != earlier.get(name):
-            print(f'The earlier run has {name} {earlier.get(name)}, so its figures say little about these.')
-    then, now = flat(earlier), flat(result)
-    report({}, 'against the earlier run', {name: dict(then=then[name], now=now[name], ratio=now[name] / then[name])
-                                           for name in now if then.get(name)})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # plan: what a model costs, from its config alone
 
 
 def find_config(word):
-    """The Config of a published model's or a run's name, a config.json of Hugging Face, or a checkpoint."""
-    known = {**train.RUNS, **{name: prepare.published(name) for name in prepare.PUBLISHED}}
-    if word in known:
-        return prepare.build(Config, known[word])
+    """The Config of a published model's or a run's name, a config.json of Hugging Face, or a
+    checkpoint."""
+    if word in train.RUNS:
+        return prepare.build(Config, train.RUNS[word])
+    if word in prepare.PUBLISHED:
+        return prepare.build(Config, prepare.published(word))
     if word.endswith('.json'):
         return prepare.build(Config, prepare.from_hugging_face(prepare.read_json(word)))
     if os.path.exists(word):
         return prepare.build(Config, prepare.load_checkpoint(word)['config'])
-    raise Refusal(f'Unknown model {word}{prepare.nearest(word, known)}', 2)
+    raise Refusal(f'Unknown model {word}{prepare.nearest(word, [*train.RUNS, *prepare.PUBLISHED])}', 2)
+
+
+def part_name(name, p):
+    """The part of a model that a parameter belongs to."""
+    if name.startswith('embed_pos'):
+        return 'positions'
+    if name.startswith('embed'):
+        return 'embedding'
+    if name.startswith('lm_head'):
+        return 'head'
+    if 'norm' in name:
+        return 'norms'
+    if '.attn.' in name:
+        return 'attention'
+    if 'router' in name:
+        return 'router'
+    return 'experts' if p.dim() == 3 else 'MLP'
 
 
 def count_parameters(cfg):
-    """Parameters by part, all and those that one token meets, from the meta device."""
+    """Parameters {part: number}, from the meta device."""
     with torch.device('meta'):
         model = Transformer(cfg)
-    parts = dict.fromkeys(('embedding', 'positions', 'attention', 'MLP', 'experts', 'router', 'norms', 'head'), 0)
+    order = ('embedding', 'positions', 'attention', 'MLP', 'experts', 'router', 'norms', 'head')
+    parts = dict.fromkeys(order, 0)
     for name, p in model.named_parameters():
-        part = ('positions' if name.startswith('embed_pos') else 'embedding' if name.startswith('embed') else
-                'head' if name.startswith('lm_head') else 'norms' if 'norm' in name else
-                'attention' if '.attn.' in name else 'router' if 'router' in name else
-                'experts' if p.dim() == 3 else 'MLP')
-        parts[part] += p.numel()
-    total = sum(parts.values())
-    idle = parts['experts'] * (1 - cfg.n_active / cfg.n_expert) if cfg.n_expert else 0
-    return {part: n for part, n in parts.items() if n}, total, round(total - idle)
+        parts[part_name(name, p)] += p.numel()
+    return {part: n for part, n in parts.items() if n}
 
 
 def activation_bytes(cfg, rows, T, explicit=False, dropout=False, bytes_per_value=2):
-    """What one block keeps for the backward pass: what goes into and out of its norms, queries, keys and values (rotary
-    positions keep the turned ones too), attention's output, the MLP's inside. For the GPT block and 16 bits it is
-    s b h (32 + 2 a s / h), with dropout 34 + 5 a s / h (Korthikanti, arXiv:2205.05198, eq. 1); the second term is the
-    scores', and gone under flash. Our dropout sits on the residual stream alone: 2 bytes of masks, no more scores."""
-    H, K, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
-    width = cfg.d_expert * (cfg.n_active + cfg.n_shared) if cfg.n_expert else cfg.d_ff
-    inside = (H + 2 * K) * D + (H + K) * D * (cfg.pos == 'rope') + H * cfg.v_dim + explicit * H * T
-    values = 4 * cfg.n_embd + inside + (4 if cfg.mlp == 'swiglu' else 2) * width
-    return rows * T * (values * bytes_per_value + 2 * cfg.n_embd * dropout)
+    """What one block keeps for its backward pass, where norms are one kernel, as on a GPU.
+
+    For the GPT block in 16 bits it is s b h (32 + 2 a s / h), with dropout 34 + 2 a s / h
+    (Korthikanti, arXiv:2205.05198, eq. 1; dropout on the scores, which is not ours, would bring
+    that to 5 a s / h). The second term is that of explicit scores.
+    """
+    C, H, K, D = cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.head_dim
+    # the inputs and outputs of the norms; what goes into the matrices is among them
+    values = 2 * C if cfg.wiring == 'parallel' else 4 * C
+    if cfg.kv_rank:
+        # latents before and after their norms, then queries, keys, values and outputs padded to one width
+        values += 2 * cfg.q_rank + 2 * cfg.kv_rank + cfg.rope_dim
+        values += 4 * H * D + H * cfg.v_dim
+    else:
+        # queries, keys, values, the output; rotated queries and keys are tensors of their own
+        values += (H + 2 * K) * D + H * D
+        if cfg.pos == 'rope':
+            values += (H + K) * D
+    if explicit:
+        values += H * T
+    # inside an MLP: gate, up, silu(gate), their product; or up and gelu(up)
+    inside = 4 if cfg.mlp == 'swiglu' else 2
+    if cfg.n_expert:
+        # per visit, besides: the expert's input, its output, and its weighted output
+        values += cfg.n_expert + cfg.n_active * (inside * cfg.d_expert + 3 * C)
+        values += cfg.n_shared * inside * cfg.d_expert
+    else:
+        values += inside * cfg.d_ff
+    masks = 2 * C if dropout else 0  # of one byte per value
+    return rows * T * (values * bytes_per_value + masks)
+
+
+class Costs:
+    """What a model costs on some cards. Everything follows from the config and the options."""
+
+    def __init__(self, options, name):
+        self.options, self.name = options, name
+        self.cfg = find_config(name)
+        self.T = options.context or self.cfg.block_size
+        # the cards
+        card = train.peak(options.hardware)
+        if not card:
+            raise Refusal(f'Unknown hardware {options.hardware}{prepare.nearest(options.hardware, train.PEAKS)}', 2)
+        tflops = card['bf16'] or card['fp16'] or card['fp32']
+        self.gb_per_card = card['gb']
+        self.capacity = card['gb'] * 1e9 * options.gpus
+        self.flops_per_s = tflops * 1e12 * options.gpus
+        self.bytes_per_s = card['gbs'] * 1e9 * options.gpus
+        # parameters: all, those that one token meets, and those that one decoded token reads
+        self.parts = count_parameters(self.cfg)
+        self.total = sum(self.parts.values())
+        self.idle_share = 1 - self.cfg.n_active / self.cfg.n_expert if self.cfg.n_expert else 0
+        self.active = round(self.total - self.parts.get('experts', 0) * self.idle_share)
+        self.forward = flops_per_token(self.cfg, self.T)
+        self.kv = cache_bytes_per_token(self.cfg)
+
+    def weights_read(self, rows):
+        """Parameters that a decoding step of so many rows reads. Positions are looked up, and
+        so is the embedding, unless the head shares it. Of the experts, those that any row
+        visits: soon all."""
+        looked_up = self.parts.get('positions', 0)
+        if not self.cfg.tie:
+            looked_up += self.parts['embedding']
+        idle_experts = self.parts.get('experts', 0) * self.idle_share ** rows
+        return self.total - looked_up - idle_experts
+
+
+def section(title, *lines):
+    """A Table of (name in the JSON, value, words)."""
+    rows = {words: {'': shown(name, value)} for name, value, words in lines}
+    facts = {name: value for name, value, _ in lines}
+    return Table(title, rows, facts=facts, rows_in_json=False)
+
+
+def plan_parameters(c):
+    rows = {part: dict(parameters=n, share=n / c.total) for part, n in c.parts.items()}
+    title = f'{c.name}: {c.total:,} parameters'
+    if c.active < c.total:
+        title += f', {c.active:,} of them for one token'
+    facts = dict(model=c.name, context=c.T, params=c.total, active_params=c.active, params_by_part=c.parts,
+                 matmul_params=matmul_params(c.cfg))
+    return Table(title, rows, facts=facts, rows_in_json=False)
+
+
+def plan_flops(c):
+    cfg, N = c.cfg, matmul_params(c.cfg)
+    attention = c.forward - 2 * N
+    d = cfg.n_head * (cfg.head_dim + cfg.v_dim) / 2  # the d of 4 L T d
+    in_blocks = N - cfg.n_embd * cfg.vocab_rows
+    return section(
+        f'FLOPs per token, T = {c.T:,}',
+        ('matmul_flops_per_token', 2 * N, f'matrices, 2N: N = {N:,} has the head, not the embedding (looked up)'),
+        ('attention_flops_per_token', attention, 'attention, 2 L T H (D_qk + D_v): the whole T x T, no window'),
+        ('forward_flops_per_token', c.forward, 'forward'),
+        ('causal_forward_flops_per_token', 2 * N + attention / 2, 'forward, with the causal half of attention'),
+        ('training_flops_per_token', 3 * c.forward, 'training, 3 x forward'),
+        ('attention_overtakes_at', N / (2 * cfg.n_layer * d), 'attention overtakes the matrices at T'),
+        ('attention_overtakes_blocks_at', in_blocks / (2 * cfg.n_layer * d),
+         "attention overtakes the blocks' matrices at T"),
+        ('six_d', 6 * d, 'which for a block of 12 d^2 weights is 6 d'))
+
+
+def plan_memory(c):
+    cfg, T, L = c.cfg, c.T, c.cfg.n_layer
+    saved = L * activation_bytes(cfg, 1, T)
+    explicit = L * activation_bytes(cfg, 1, T, explicit=True)
+    recomputed = L * 2 * T * cfg.n_embd + saved / L
+    chunk = human(4 * Transformer.logits_at_once, 'B')
+    cached = 'L (rank + rope)' if cfg.kv_rank else '2 L K D'
+    window = cfg.window or T
+    return section(
+        'Memory',
+        ('weight_bytes_bf16', 2 * c.total, 'weights, bf16'),
+        ('weight_bytes_fp32', 4 * c.total, 'weights, fp32'),
+        ('training_state_bytes', 16 * c.total, 'weights, gradients and Adam in training, 16 bytes per parameter'),
+        ('training_state_bytes_per_gpu', 16 * c.total / c.options.gpus,
+         f'of which a GPU holds under FSDP over {c.options.gpus}'),
+        ('activation_bytes_flash', saved, f'activations of a row of {T:,} in 16 bits, flash attention'),
+        ('activation_bytes_explicit', explicit, 'the same with explicit scores'),
+        ('activation_bytes_recomputed', recomputed, 'the same with flash, blocks recomputed'),
+        ('logit_bytes_fp32', 4 * T * cfg.vocab_size, f'whole logits of a row in fp32 (chunks here: {chunk})'),
+        ('kv_bytes_per_token', c.kv, f'cache, {cached} values of 2 bytes'),
+        ('kv_bytes_per_sequence', c.kv * T, f'cache of {T:,} tokens, as held here'),
+        ('kv_bytes_window_bound', c.kv * min(T, window), f'cache rolling over window {window:,}'))
+
+
+def plan_cards(c):
+    options, B, T = c.options, c.options.batch, c.T
+    # a step waits for the weights and the caches, or for the arithmetic
+    reading = (2 * c.weights_read(B) + B * T * c.kv) / c.bytes_per_s
+    step = max(reading, B * c.forward / c.flops_per_s)
+    room = max(0, c.capacity - 2 * c.total)
+    tokens = options.tokens or 20 * c.active
+    hours = 3 * c.forward * tokens / (c.flops_per_s * options.mfu) / 3600
+    limits = f'{human(c.flops_per_s, "FLOP/s")}, {human(c.bytes_per_s, "B/s")}, {human(c.capacity, "B")}'
+    title = f'{options.gpus} x {options.hardware}, nothing lost between them: {limits}'
+    if not room:
+        title += f'; too few: the weights alone need {math.ceil(2 * c.total / c.gb_per_card / 1e9)}'
+    lines = [
+        ('decode_floor_s', 2 * c.weights_read(1) / c.bytes_per_s, 'a decoded token: bytes of weights read / bandwidth'),
+        ('decode_floor_with_cache_s', step, f'a step of {B} rows with {T:,} tokens in the cache'),
+        ('tokens_per_s_at_most', B / step, 'tokens/s of that'),
+        ('largest_batch', int(room // (c.kv * T)), f'largest batch at T = {T:,}'),
+        ('largest_context', int(room // (c.kv * B)), f'tokens of cache per row, at batch {B}'),
+        ('training_tokens', tokens, 'tokens to train on' + ', 20 per active parameter' * (not options.tokens)),
+        ('training_hours', hours, f'hours at {options.mfu:.0%} MFU'),
+        ('training_gpu_hours', hours * options.gpus, 'GPU hours'),
+    ]
+    if options.dollars_per_hour:
+        dollars = hours * options.gpus * options.dollars_per_hour
+        lines.append(('training_dollars', dollars, f'dollars at {options.dollars_per_hour:g} per hour'))
+    return section(title, *lines)
 
 
 def plan(options, words):
     """Everything that follows from the config alone."""
-    name = words[0] if words else 'gpt2'
-    cfg, B, n, card = find_config(name), options.batch, options.gpus, prepare.peak(options.hardware)
-    if not card:
-        raise Refusal(f'Unknown hardware {options.hardware}{prepare.nearest(options.hardware, prepare.PEAKS)}', 2)
-    tflops = card['bf16'] or card['fp16'] or card['fp32']
-    if not tflops:
-        raise Refusal(f'The vendor of {options.hardware} gives no TFLOP/s, so there is nothing to plan with.')
-    T, L, C = options.context or cfg.block_size, cfg.n_layer, cfg.n_embd
-    parts, total, active = count_parameters(cfg)
-    N, forward, kv = matmul_params(cfg), flops_per_token(cfg, T), cache_bytes_per_token(cfg)
-    attention, d = forward - 2 * N, cfg.n_head * (cfg.head_dim + cfg.v_dim) / 2     # d of 4 L T d
-    capacity, rate, bandwidth = card['gb'] * 1e9 * n, tflops * 1e12 * n, card['gbs'] * 1e9 * n
-    # a step of B rows reads each expert that any row visits: all of them soon
-    missed = (1 - cfg.n_active / cfg.n_expert) ** B if cfg.n_expert else 0
-    read = 2 * (total - parts.get('experts', 0) * missed)
-    step, room = max((read + B * T * kv) / bandwidth, B * forward / rate), max(0, capacity - 2 * total)
-    tokens, price = options.tokens or 20 * active, options.dollars_per_hour
-    hours = 3 * forward * tokens / (rate * options.mfu) / 3600
-    saved, explicit = (L * activation_bytes(cfg, 1, T, explicit=e) for e in (False, True))
-    result = dict(mode='plan', model=name, context=T, params=total, active_params=active, params_by_part=parts,
-                  matmul_params=N)
-    report({}, f'{name}: {total:,} parameters' + f', {active:,} of them for one token' * (active < total),
-           {part: dict(parameters=p, share=p / total) for part, p in parts.items()})
-
-    def section(title, *lines):  # (name in the result, value, words)
-        result.update({key: value for key, value, _ in lines})
-        report({}, title, {words: {'': shown(key, value)} for key, value, words in lines})
-
-    section(f'FLOPs a token, T = {T:,}',
-            ('matmul_flops_per_token', 2 * N, f'matrices, 2N: N = {N:,} has the head, not the embedding (looked up)'),
-            ('attention_flops_per_token', attention, 'attention, 2 L T H (D_qk + D_v): the whole T x T, no window'),
-            ('forward_flops_per_token', forward, 'forward'),
-            ('causal_forward_flops_per_token', 2 * N + attention / 2, 'forward, with the causal half of attention'),
-            ('training_flops_per_token', 3 * forward, 'training, 3 x forward'),
-            ('attention_overtakes_at', N / (2 * L * d), 'attention overtakes the matrices at T'),
-            ('attention_overtakes_blocks_at', (N - C * cfg.vocab_rows) / (2 * L * d),
-             "attention overtakes the blocks' matrices at T"),
-            ('six_d', 6 * d, 'which for a block of 12 d^2 weights is 6 d'))
-    section('Memory',
-            ('weight_bytes_bf16', 2 * total, 'weights, bf16'), ('weight_bytes_fp32', 4 * total, 'weights, fp32'),
-            ('training_state_bytes', 16 * total, 'weights, gradients and Adam in training, 16 bytes a parameter'),
-            ('training_state_bytes_per_gpu', 16 * total / n, f'of which a GPU holds under FSDP over {n}'),
-            ('activation_bytes_flash', saved, f'activations of a row of {T:,} in 16 bits, flash attention'),
-            ('activation_bytes_explicit', explicit, 'the same with explicit scores'),
-            ('activation_bytes_recomputed', 2 * T * C * L + saved / L, 'the same with flash, blocks recomputed'),
-            ('logit_bytes_fp32', 4 * T * cfg.vocab_size,
-             f'whole logits of a row in fp32 (chunks here: {human(4 * Transformer.logits_at_once, "B")})'),
-            ('kv_bytes_per_token', kv, f'cache, {"L (rank + rope)" if cfg.kv_rank else "2 L K D"} values of 2 bytes'),
-            ('kv_bytes_per_sequence', kv * T, f'cache of {T:,} tokens, as held here'),
-            ('kv_bytes_window_bound', kv * min(T, cfg.window or T), f'cache rolling over window {cfg.window or T:,}'))
-    limits = f'{human(rate, "FLOP/s")}, {human(bandwidth, "B/s")}, {human(capacity, "B")}'
-    short = f'; too few: the weights alone need {math.ceil(2 * total / card["gb"] / 1e9)}' * (not room)
-    section(f'{n} x {options.hardware}, nothing lost between them: {limits}{short}',
-            ('decode_floor_s', 2 * active / bandwidth, 'a decoded token, weight bytes over bandwidth'),
-            ('decode_floor_with_cache_s', step, f'a step of {B} rows with {T:,} tokens in the cache'),
-            ('tokens_per_s_at_most', B / step, 'tokens/s of that'),
-            ('largest_batch', int(room // (kv * T)), f'largest batch at T = {T:,}'),
-            ('largest_context', int(room // (kv * B)), f'tokens of cache a row, at batch {B}'),
-            ('training_tokens', tokens, 'tokens to train on' + ', 20 an active parameter' * (not options.tokens)),
-            ('training_hours', hours, f'hours at {options.mfu:.0%} MFU'),
-            ('training_gpu_hours', hours * n, 'GPU hours'),
-            *[('training_dollars', hours * n * price, f'dollars at {price:g} an hour')] * bool(price))
-    odd = [f'{size} {getattr(cfg, size)}' for size in ('n_embd', 'd_ff', 'head_dim', 'vocab_rows')
-           if getattr(cfg, size) % 64]
+    c = Costs(options, words[0] if words else 'gpt2')
+    tables = [plan_parameters(c), plan_flops(c), plan_memory(c), plan_cards(c)]
+    odd = []
+    for size in ('n_embd', 'd_ff', 'head_dim', 'vocab_rows'):
+        if getattr(c.cfg, size) % 64:
+            odd.append(f'{size} {getattr(c.cfg, size)}')
+    tables[-1].facts['odd_sizes'] = odd
     if odd:
-        print(f'\nNo multiples of 64, which tensor cores like: {", ".join(odd)}.')
-    return {**result, 'odd_sizes': odd}
+        tables[-1].notes.append(f'\nNo multiples of 64, which tensor cores like: {", ".join(odd)}.')
+    return tables
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# train and prefill
+# -----------------------------------------------------------------------------------------------
+# train
 
 
 def training_shape(machine):
-    """What train and the glance measure: the run that this device's preset would train; its name and rows too."""
-    name, rows = ('baby', 12) if machine.device.type == 'cpu' else ('owt-124m', 30)
+    """What train and the glance measure, the run that this device's preset would train: its
+    name, its Config, its rows."""
+    name, rows = 'owt-124m', 30
+    if machine.device.type == 'cpu':
+        name, rows = 'baby', 12
     return name, prepare.build(Config, {'vocab_size': 256, **train.RUNS[name]}), rows
 
 
-def our_training(machine, rows, cfg, compiled, optimizer='adamw', whole=False):
-    """A function that makes one training step on the same random batch; compiled block by block, or the whole model."""
-    settings = train.Settings(optimizer=optimizer, compile=compiled and not whole,
-                              muon_steps=3 if cfg.n_embd < 512 else 5)
+def our_training(machine, rows, cfg, optimizer='adamw', compiled='no'):
+    """A function that makes one update on the same random batch. compiled: no, blocks or
+    whole."""
+    muon_steps = 3 if cfg.n_embd < 512 else 5
+    settings = train.Settings(optimizer=optimizer, compile=compiled == 'blocks', muon_steps=muon_steps)
     torch.manual_seed(0)
-    model = Transformer(cfg).train()
-    if whole:
+    model = Transformer(cfg)
+    if compiled == 'whole':
         model.compile()
-    called, cast = train.place(model, settings, machine.device, machine.dtype)
-    optimizers = train.make_optimizers(model, settings)
-    scaler = torch.amp.GradScaler(machine.device.type) if machine.dtype == torch.float16 else None
+    run = train.Run(model, settings, machine.device, machine.dtype)
     x = torch.randint(cfg.vocab_size, (rows, cfg.block_size), device=machine.device)
-    return lambda: train.train_step(called, optimizers, [(x, x)], cast, scaler)
+    return lambda: run.update([(x, x)])
 
 
 def llama(cfg, **more):
@@ -396,7 +557,9 @@ def their_training(machine, cfg, rows):
     """The same for transformers' Llama, with the same optimizer, clipping and compiler."""
     model = llama(cfg, use_cache=False).to(machine.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    cast = nullcontext() if machine.dtype == torch.float32 else torch.autocast(machine.device.type, machine.dtype)
+    cast = nullcontext()
+    if machine.dtype != torch.float32:
+        cast = torch.autocast(machine.device.type, machine.dtype)
     if machine.compiles:
         model.compile()
     x = torch.randint(cfg.vocab_size, (rows, cfg.block_size), device=machine.device)
@@ -419,29 +582,62 @@ def has_transformers():
     return False
 
 
-def training(machine, result, brief=False):
-    """Tokens/s beside the plan's FLOPs: eager, compiled, with Muon, and transformers' Llama, all in turns."""
-    name, cfg, rows = training_shape(machine)
-    cfg, T = replace(cfg, qk_norm=False), cfg.block_size  # as Llama has it
-    ours, theirs = (f'{whose}, {"compiled" if machine.compiles else "eager"}' for whose in ('ours', 'transformers'))
-    variants = {ours: (cfg, machine.compiles), f'{ours}, Muon': (cfg, machine.compiles, 'muon')}
-    if not brief and machine.compiles:  # as transformers is: train.py doesn't, it takes longer than it saves
-        variants[f'{ours} as a whole'] = (cfg, True, 'adamw', True)
-    if not brief:  # PaLM's wiring is 15 % faster where it fuses what we do not; experts are of the same active width
-        variants |= {'ours, eager': (cfg, False), 'parallel, eager': (replace(cfg, wiring='parallel'), False),
-                     '8 experts, 2 a token, eager': (replace(cfg, n_expert=8, d_expert=cfg.d_ff // 2), False)}
-    runs = {label: our_training(machine, rows, *how) for label, how in variants.items()}
-    if not brief and has_transformers():
-        runs[theirs] = their_training(machine, cfg, rows)
+def training_table(machine, runs, name, cfg, rows):
+    """runs: {label: a function that makes one update}, measured in turns with a matrix
+    product."""
     product, *times = measure([machine.product, *runs.values()], machine.device, 4 * machine.options.repeats, warmup=3)
-    machine.reached(product)  # in turns with what is held against it
-    tokens, flops = rows * T, 3 * flops_per_token(cfg, T)  # the router's and a norm's are too few to show
-    result.update(machine.method(), training_shape=name, rows=rows, T=T, training_flops_per_token=flops)
-    report(result, f'training, {name}, {rows} x {T} tokens of {human(flops, "FLOP")}, AdamW unless said; the matrix '
-           f'product, in turns with them, {machine.matmul_tflops:.3g} TFLOP/s',
-           {label: machine.rate(tokens, tokens * flops, timing) for label, timing in zip(runs, times)})
-    ratios(result, [('parallel, eager', 'ours, eager'), ('8 experts, 2 a token, eager', 'ours, eager'),
-                    (ours, theirs), (f'{ours} as a whole', theirs)])
+    machine.set_matmul_speed(product)
+    T = cfg.block_size
+    tokens, flops = rows * T, 3 * flops_per_token(cfg, T)
+    title = (f'training, {name}, {rows} x {T} tokens of {human(flops, "FLOP")}, AdamW unless said; the matrix '
+             f'product, in turns with them, {machine.matmul_tflops:.3g} TFLOP/s')
+    table = Table(title, {label: machine.rate(tokens, tokens * flops, timing) for label, timing in zip(runs, times)})
+    table.facts.update(machine.facts(), training_shape=name, rows=rows, T=T, training_flops_per_token=flops)
+    return table
+
+
+def training(machine):
+    """Tokens/s beside the plan's FLOPs: eager, compiled, with Muon, and transformers' Llama,
+    all in turns."""
+    name, cfg, rows = training_shape(machine)
+    cfg = cfg.copy(qk_norm=False)  # as Llama has it
+    ours_of = partial(our_training, machine, rows)
+    how, compiled = ('compiled', 'blocks') if machine.compiles else ('eager', 'no')
+    ours, theirs = f'ours, {how}', f'transformers, {how}'
+    runs = {ours: ours_of(cfg, compiled=compiled), f'{ours}, Muon': ours_of(cfg, 'muon', compiled)}
+    if machine.compiles:
+        # as transformers is; train.py isn't, since it takes longer than it saves
+        runs[f'{ours} as a whole'] = ours_of(cfg, compiled='whole')
+    parallel, experts = 'parallel, eager', '8 experts, 2 per token, eager'
+    runs['ours, eager'] = ours_of(cfg)
+    runs[parallel] = ours_of(cfg.copy(wiring='parallel'))
+    # the experts that a token visits are as wide as the plain MLP
+    runs[experts] = ours_of(cfg.copy(n_expert=8, d_expert=cfg.d_ff // 2))
+    if has_transformers():
+        runs[theirs] = their_training(machine, cfg, rows)
+    table = training_table(machine, runs, name, cfg, rows)
+    ratio_note(table, parallel, 'ours, eager')
+    ratio_note(table, experts, 'ours, eager')
+    ratio_note(table, ours, theirs)
+    ratio_note(table, f'{ours} as a whole', theirs)
+    return [table]
+
+
+# -----------------------------------------------------------------------------------------------
+# prefill and decode
+
+
+def inference_model(machine):
+    """What prefill, decode and the glance measure: a Llama of 114 M parameters, or of 7 B on a
+    GPU that can hold it."""
+    name = 'Llama of 114 M'
+    cfg = Config(n_layer=12, n_embd=768, n_head=12, n_kv_head=4, d_ff=2048, vocab_size=50304, tie=True)
+    if machine.device.type == 'cuda' and torch.cuda.get_device_properties(machine.device).total_memory > 44e9:
+        name, cfg = 'llama2-7b', prepare.build(Config, prepare.published('llama2-7b'))
+    torch.manual_seed(0)
+    # made where it stays: a CPU takes minutes to draw 7 B random numbers
+    with machine.device:
+        return name, Transformer(cfg).to(machine.dtype).eval()
 
 
 @torch.no_grad()
@@ -450,39 +646,32 @@ def reading(machine, model, T):
     head = 2 * model.cfg.n_embd * model.cfg.vocab_rows
     ids = [torch.randint(model.cfg.vocab_size, (T,)).tolist()]
     cache = KVCache(model.cfg, 1, T, machine.device, machine.dtype)
-    timing, = measure([lambda: (cache.truncate(0), model_file.prefill(model, ids, cache))], machine.device,
-                      machine.options.repeats)
+
+    def read():
+        cache.truncate(0)
+        model_file.prefill(model, ids, cache)
+    timing, = measure([read], machine.device, machine.options.repeats)
     return machine.rate(T, T * (flops_per_token(model.cfg, T) - head) + head, timing)
 
 
-def prefills(machine, result, lengths=(64, 128, 256, 512, 1024)):
+def prefill_table(machine, name, model, lengths):
+    rows = {f'prefill of {T}': reading(machine, model, T) for T in lengths}
+    return Table(f'prefill, {name}, one row', rows, facts=dict(shape=name))
+
+
+def prefills(machine):
     """Reading a prompt: tokens/s and share of the peak against its length."""
-    result['shape'], model = inference_model(machine)
-    report(result, f'prefill, {result["shape"]}, one row',
-           {f'prefill of {T}': reading(machine, model, T) for T in lengths})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# decode
-
-
-def inference_model(machine):
-    """What prefill, decode and the glance measure: a Llama of 114 M parameters, of 7 B on a GPU that can hold it."""
-    name, cfg = 'Llama of 114 M', Config(n_layer=12, n_embd=768, n_head=12, n_kv_head=4, d_ff=2048, vocab_size=50304,
-                                         tie=True)
-    if machine.device.type == 'cuda' and torch.cuda.get_device_properties(machine.device).total_memory > 44e9:
-        name, cfg = 'llama2-7b', prepare.build(Config, prepare.published('llama2-7b'))
-    torch.manual_seed(0)
-    with machine.device:  # made where it stays: a CPU takes minutes to draw 7 B random numbers
-        return name, Transformer(cfg).to(machine.dtype).eval()
+    name, model = inference_model(machine)
+    return [prefill_table(machine, name, model, (64, 128, 256, 512, 1024))]
 
 
 @torch.no_grad()
 def decoding(machine, model, n, rows=1, kind=KVCache, step=None):
-    """Seconds of each of n tokens after a prompt of 64, the first, which is the prefill, included."""
+    """Seconds of each of n tokens after a prompt of 64. The first one's are the prefill's."""
     more = dict(static=True) if step else {}
     cache = kind(model.cfg, rows, 64 + n, device=machine.device, dtype=machine.dtype, **more)
-    prompt, marks = torch.randint(model.cfg.vocab_size, (rows, 64)), [time.perf_counter()]
+    prompt = torch.randint(model.cfg.vocab_size, (rows, 64))
+    marks = [time.perf_counter()]
     for _ in model_file.generate(model, prompt, n, temperature=0, cache=cache, step=step):
         synchronize(machine.device)
         marks.append(time.perf_counter())
@@ -490,194 +679,268 @@ def decoding(machine, model, n, rows=1, kind=KVCache, step=None):
 
 
 def their_decoding(machine, cfg, n):
-    """The same of transformers' generate, for a Llama of the same shape."""
+    """The same of transformers' generate, for a Llama of the same shape: a function."""
     from transformers import GenerationConfig
     model = llama(cfg, eos_token_id=None, bos_token_id=None).to(machine.device, machine.dtype).eval()
     settings = GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = torch.randint(cfg.vocab_size, (1, 64), device=machine.device)
 
     def run():
+        # a streamer gets the prompt first, then each token
         marks = []
         clock = SimpleNamespace(put=lambda ids: marks.append(time.perf_counter()), end=lambda: None)
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=clock)
-        return [b - a for a, b in zip(marks, marks[1:])]  # the first mark is the prompt's
+        return [b - a for a, b in zip(marks, marks[1:])]
     return run
 
 
-@torch.no_grad()
-def decodes(machine, result, brief=False):
-    """Batch 1 reads every weight once a token: that is the limit, and MBU the share of the bandwidth in use."""
-    name, model = inference_model(machine)
-    read, median = matmul_params(model.cfg) * model.embed.weight.element_size(), statistics.median
-    ours, step = partial(decoding, machine, model), prepare.decode_step(model) if machine.compiles else None
-    n = 30 if brief else 100
-    result.update(shape=name, prompt=64, new_tokens=n, weight_bytes=read)
-    runs = {'decode, eager': partial(ours, n)}
-    if step and not brief:
-        runs['decode, compiled'] = partial(ours, n, step=step)
-    if name != 'llama2-7b' and not brief and has_transformers():
-        runs['transformers, eager'] = their_decoding(machine, model.cfg, n)
-    rounds = [{label: run() for label, run in runs.items()} for _ in range(1 + max(3, machine.options.repeats // 2))]
+def decode_table(machine, name, model, runs, n):
+    """runs: {label: a function that decodes n tokens and returns the seconds of each}. Batch 1
+    reads every weight once per token: that is the limit, and MBU is the share of the bandwidth
+    in use."""
+    read = matmul_params(model.cfg) * model.embed.weight.element_size()
+    rounds = []
+    for _ in range(1 + max(3, machine.options.repeats // 2)):
+        rounds.append({label: run() for label, run in runs.items()})
     rows = {}
     for label in runs:
-        seconds, spread = middle([sum(times[label][1:]) / (n - 1) for times in rounds[1:]])
-        rows[label] = dict(tokens_per_s=1 / seconds, ms=1e3 * seconds, spread=spread, read_bytes_per_s=read / seconds,
-                           mbu=read / seconds / machine.peak_gbs / 1e9,
-                           first_token_ms=1e3 * median(times[label][0] for times in rounds[1:]))
-    report(result, f'decode, {name}, one row, prompt 64, {n} tokens, greedy; a token reads {human(read, "B")}', rows)
-    ratios(result, [('decode, eager', 'transformers, eager'), ('decode, compiled', 'transformers, eager')])
-    if brief:
-        return
+        # the first round warms up
+        times = [seconds[label] for seconds in rounds[1:]]
+        seconds, spread = middle([sum(tokens[1:]) / (n - 1) for tokens in times])
+        rows[label] = dict(
+            tokens_per_s=1 / seconds, ms=1e3 * seconds, spread=spread, read_bytes_per_s=read / seconds,
+            mbu=read / seconds / machine.peak_gbs / 1e9,
+            first_token_ms=1e3 * statistics.median(tokens[0] for tokens in times))
+    title = f'decode, {name}, one row, prompt 64, {n} tokens, greedy; a token reads {human(read, "B")}'
+    return Table(title, rows, facts=dict(shape=name, prompt=64, new_tokens=n, weight_bytes=read))
 
+
+def batches_table(ours):
     rows = {}
     for B in (1, 8, 32):
         ours(3, B)
         first, *times = ours(30, B)
-        rows[f'batch {B}'] = dict(tokens_per_s=B / median(times), step_ms=1e3 * median(times),
-                                  prefill_tokens_per_s=B * 64 / first)
-    report(result, 'batches, eager, one run each', rows)
+        step = statistics.median(times)
+        rows[f'batch {B}'] = dict(tokens_per_s=B / step, step_ms=1e3 * step, prefill_tokens_per_s=B * 64 / first)
+    return Table('batches, eager, one run each', rows)
 
-    rows, curves = {}, {}
-    kinds = {'cache, eager': {}, 'paged cache, eager': dict(kind=model_file.PagedKVCache)}
+
+def positions_table(machine, model, ours, step):
+    """The time of a token against its position, with each kind of cache; and the picture of
+    it."""
+    median = statistics.median
+    kinds = {'cache, eager': {}, 'paged cache, eager': dict(kind=sample.PagedKVCache)}
     if step:
         kinds['whole cache read, compiled'] = dict(step=step)
+    rows, curves = {}, {}
     for label, how in kinds.items():
-        times = [ours(500, **how) for _ in range(1 + ('step' in how))][-1][1:]  # another length is compiled again
-        curves[label] = range(65, 564), [1e3 * median(times[max(0, i - 8):i + 9]) for i in range(499)]
+        if 'step' in how:
+            ours(500, **how)  # another length is compiled again
+        times = ours(500, **how)[1:]
+        smooth = [1e3 * median(times[max(0, i - 8):i + 9]) for i in range(len(times))]
+        curves[label] = range(65, 65 + len(times)), smooth
         early, late = median(times[:50]), median(times[-50:])
         rows[label] = dict(ms_at_65_to_114=1e3 * early, ms_at_514_to_563=1e3 * late, ratio=late / early)
+    # without a cache, each token reads all before it again
     lengths = (64, 128, 256, 512)
     texts = [torch.randint(model.cfg.vocab_size, (1, T), device=machine.device) for T in lengths]
-    uncached = measure([partial(model, ids) for ids in texts], machine.device, 3, 1)
-    curves['no cache'] = lengths, [1e3 * seconds for seconds, _ in uncached]
-    report(result, 'a token early and late, one run each', rows)
-    prepare.draw(os.path.join(machine.options.out, 'decode.png'), curves, xlabel='position', ylabel='ms a token',
+    with torch.no_grad():
+        times = measure([partial(model, text) for text in texts], machine.device, 3, 1)
+    curves['no cache'] = lengths, [1e3 * seconds for seconds, _ in times]
+    train.draw(os.path.join(machine.options.out, 'decode.png'), curves, xlabel='position', ylabel='ms per token',
                yscale='log')
+    return Table('a token early and late, one run each', rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def decodes(machine):
+    """Writing: ours and transformers', batches, and the time against the position."""
+    name, model = inference_model(machine)
+    ours, n = partial(decoding, machine, model), 100
+    step = sample.decode_step(model) if machine.compiles else None
+    runs = {'decode, eager': partial(ours, n)}
+    if step:
+        runs['decode, compiled'] = partial(ours, n, step=step)
+    if name != 'llama2-7b' and has_transformers():
+        runs['transformers, eager'] = their_decoding(machine, model.cfg, n)
+    table = decode_table(machine, name, model, runs, n)
+    ratio_note(table, 'decode, eager', 'transformers, eager')
+    ratio_note(table, 'decode, compiled', 'transformers, eager')
+    return [table, batches_table(ours), positions_table(machine, model, ours, step)]
+
+
+# -----------------------------------------------------------------------------------------------
 # attention and memory
 
 
 def explicit_attention(q, k, v, mask, causal, scale=None):
-    """What flash attention never builds: the (B, H, T, S) scores. Same call as model.attend."""
+    """model.attend with all that flash attention never builds: the (B, H, T, S) scores."""
     if q.shape[1] != k.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+        group = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(group, dim=1)             # (B, H, S, D)
+        v = v.repeat_interleave(group, dim=1)             # (B, H, S, D)
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)    # (B, H, T, S)
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    return scores.softmax(-1) @ v
-
-explicitly = partial(patch.object, model_file, 'attend', explicit_attention)  # `with explicitly():` the model uses it
+    return scores.softmax(-1) @ v                         # (B, H, T, D)
 
 
-def most_bytes(function):
-    with Peak() as peak:
-        function()
-    return peak.most
+def with_explicit_attention():
+    """In this context the model uses explicit_attention."""
+    return patch.object(model_file, 'attend', explicit_attention)
 
 
-def attentions(machine, result):
-    """Explicit scores against SDPA over T, forward and backward: time, and memory, which is O(T^2) against O(T)."""
-    lengths, rows = (128, 256, 512, 1024, 2048) + ((4096, 8192) if machine.device.type == 'cuda' else ()), {}
-    for T in lengths:
-        q, k, v = (torch.randn(1, 8, T, 64, device=machine.device, dtype=machine.dtype, requires_grad=True)
-                   for _ in range(3))
-        runs = [lambda attend=attend: torch.autograd.grad(attend(q, k, v, None, True).sum(), (q, k, v))
-                for attend in (explicit_attention, model_file.attend)]
-        (slow, _), (fast, _) = measure(runs, machine.device, machine.options.repeats)
-        most = [most_bytes(run) for run in runs]
-        rows[f'T {T}'] = dict(explicit_ms=1e3 * slow, sdpa_ms=1e3 * fast, time_ratio=slow / fast,
-                              explicit_bytes=most[0], sdpa_bytes=most[1], memory_ratio=most[0] / most[1])
-    report(result, 'attention, forward and backward, 8 heads of 64, causal; the tensors that live at once', rows)
-    curves = {name: (lengths, [row[f'{name}_bytes'] / 1e6 for row in rows.values()]) for name in ('explicit', 'sdpa')}
-    prepare.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
-               xscale='log', yscale='log')
-
-
-def memories(machine, result):
-    """What training holds: activations of a block against the formula, whole against chunked logits, recomputation."""
-    B, T, device = 4, 256, machine.device
-    cfg = prepare.build(Config, {**FAMILIES['gpt2'], 'n_head': 8, 'n_embd': 256, 'block_size': T, 'n_layer': 8})
-    block = model_file.Block(cfg, 0, lambda x, pos: x).to(device)
-    x = torch.randn(B, T, 256, device=device, requires_grad=True)
+def attentions(machine):
+    """Explicit scores against SDPA over T, forward and backward: time, and memory, O(T^2)
+    against O(T)."""
+    lengths = [128, 256, 512, 1024, 2048]
+    if machine.device.type == 'cuda':
+        lengths += [4096, 8192]
     rows = {}
-    for label, attention, explicit in (('flash', nullcontext, False), ('explicit scores', explicitly, True)):
-        with attention(), saved_for_backward(block.parameters()) as kept:
-            block(x, torch.arange(T, device=device)[None], None, None)
-        got, formula = sum(kept.values()), activation_bytes(cfg, B, T, explicit, bytes_per_value=4)
-        rows[label] = dict(kept_bytes=got, formula_bytes=formula, ratio=got / formula)
-    report(result, f'kept for the backward pass by a GPT block in fp32, {B} x {T} x 256, 8 heads', rows)
+    for T in lengths:
+        q, k, v = torch.randn(3, 1, 8, T, 64, device=machine.device, dtype=machine.dtype)
+        inputs = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
 
-    rows, ids = {}, torch.randint(256, (B, T), device=device)
+        def attention_and_gradients(attend, inputs=inputs):
+            torch.autograd.grad(attend(*inputs, None, True).sum(), inputs)
+        runs = [partial(attention_and_gradients, attend) for attend in (explicit_attention, model_file.attend)]
+        (explicit_s, _), (sdpa_s, _) = measure(runs, machine.device, machine.options.repeats)
+        explicit_bytes, sdpa_bytes = map(most_bytes, runs)
+        rows[f'T {T}'] = dict(
+            explicit_ms=1e3 * explicit_s, sdpa_ms=1e3 * sdpa_s, time_ratio=explicit_s / sdpa_s,
+            explicit_bytes=explicit_bytes, sdpa_bytes=sdpa_bytes, memory_ratio=explicit_bytes / sdpa_bytes)
+    curves = {}
+    for name in ('explicit', 'sdpa'):
+        curves[name] = lengths, [row[f'{name}_bytes'] / 1e6 for row in rows.values()]
+    train.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
+               xscale='log', yscale='log')
+    return [Table('attention, forward and backward, 8 heads of 64, causal; the tensors that live at once', rows)]
+
+
+def block_memory_table(cfg, device, B=4):
+    """What a GPT block keeps for the backward pass, against the formula."""
+    T = cfg.block_size
+    block = model_file.Block(cfg, 0, None).to(device)
+    x = torch.randn(B, T, cfg.n_embd, device=device, requires_grad=True)
+    pos = torch.arange(T, device=device)[None]
+    rows = {}
+    for label, explicit in (('flash', False), ('explicit scores', True)):
+        attention = with_explicit_attention() if explicit else nullcontext()
+        with attention, saved_for_backward(block.parameters()) as saved:
+            block(x, pos, None, None)
+        got, formula = sum(saved.values()), activation_bytes(cfg, B, T, explicit, bytes_per_value=4)
+        rows[label] = dict(kept_bytes=got, formula_bytes=formula, ratio=got / formula)
+    return Table(f'kept for the backward pass by a GPT block in fp32, {B} x {T} x {cfg.n_embd}, 8 heads', rows)
+
+
+def recomputation_table(cfg, device, B=4):
+    ids = torch.randint(256, (B, cfg.block_size), device=device)
+    rows = {}
     for label, again in (('all blocks kept', False), ('blocks recomputed', True)):
         model = Transformer(cfg).to(device).train()
         train.place(model, train.Settings(compile=False, checkpoint_activations=again), device, torch.float32)
-        with saved_for_backward(model.parameters()) as kept:
+        with saved_for_backward(model.parameters()) as saved:
             model(ids, ids)
-        most = most_bytes(lambda: model(ids, ids)[1].backward())
-        rows[label] = dict(kept_bytes=sum(kept.values()), bytes_at_once=most)
-    report(result, 'the same by 8 such blocks and the head, and what lives at once, the gradients too', rows)
+        most = most_bytes(lambda model=model: model(ids, ids).backward())
+        rows[label] = dict(kept_bytes=sum(saved.values()), bytes_at_once=most)
+    return Table('the same by 8 such blocks and the head, and what lives at once, the gradients too', rows)
 
-    model, rows = Transformer(Config(n_layer=1, n_head=4, n_embd=256, vocab_size=50304)).to(device), {}
-    hidden, targets = torch.randn(8, 1024, 256, device=device), torch.randint(50304, (8, 1024), device=device)
-    for label, model.logits_at_once in (('whole logits', 2 ** 62), ('chunks', Transformer.logits_at_once)):
-        most = most_bytes(lambda: model.loss(hidden.requires_grad_(), targets).backward())
-        rows[label] = dict(bytes_at_once=most, share=most / rows['whole logits']['bytes_at_once'] if rows else 1.0)
+
+def loss_memory_table(device):
+    model = Transformer(Config(n_layer=1, n_head=4, n_embd=256, vocab_size=50304)).to(device)
+    hidden = torch.randn(8, 1024, 256, device=device).requires_grad_()
+    targets = torch.randint(50304, (8, 1024), device=device)
+    rows = {}
+    for label, logits_at_once in (('whole logits', 2 ** 62), ('chunks', Transformer.logits_at_once)):
+        model.logits_at_once = logits_at_once
+        most = most_bytes(lambda: model.loss(hidden, targets).backward())
+        start = time.perf_counter()
+        model.loss(hidden, targets).backward()
+        synchronize(device)
+        rows[label] = dict(bytes_at_once=most, seconds=time.perf_counter() - start)
         model.zero_grad()
-    report(result, 'the loss of 8 x 1024 tokens in fp32, V 50304, forward and backward', rows)
+    for row in rows.values():
+        row['share'] = row['bytes_at_once'] / rows['whole logits']['bytes_at_once']
+    return Table('the loss of 8 x 1024 tokens in fp32, V 50304, forward and backward, one run each', rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def memories(machine):
+    """What training holds: a block's activations, blocks recomputed, whole logits against
+    chunks."""
+    sizes = dict(n_head=8, n_embd=256, block_size=256, n_layer=8)
+    cfg = prepare.build(Config, {**FAMILIES['gpt2'], **sizes})
+    return [block_memory_table(cfg, machine.device), recomputation_table(cfg, machine.device),
+            loss_memory_table(machine.device)]
+
+
+# -----------------------------------------------------------------------------------------------
 # ladder, and this machine at a glance
 
+GPT, GQA = FAMILIES['gpt2'], {'n_kv_head': 2}
+LATENT = {name: FAMILIES['deepseek'][name] for name in ('head_dim', 'rope_dim', 'v_dim', 'kv_rank')}
+RUNGS = {
+    'post-norm, GELU, learned positions': {**GPT, 'wiring': 'post', 'tie': False},
+    'pre-norm': {**GPT, 'tie': False},
+    'RMSNorm, no biases': {'pos': 'learned', 'mlp': 'gelu'},
+    'RoPE': {'mlp': 'gelu'},
+    'SwiGLU': {},
+    'GQA, 2 of 4 heads': GQA,
+    'flash attention': GQA,
+    '+ 8 experts, 2 per token': {**GQA, 'n_expert': 8, 'd_expert': 192},
+    'or latent attention': LATENT,
+}
 
-def ladder(machine, result):
-    """The same small model, from GPT-1's block to today's, a part at a time: what each costs and what it learns."""
-    steps, B, T = 300, 12, 64
-    gpt, gqa = FAMILIES['gpt2'], {'n_kv_head': 2}
-    latent = {k: v for k, v in FAMILIES['deepseek'].items() if k in ('head_dim', 'rope_dim', 'v_dim', 'kv_rank')}
-    rungs = {'post-norm, GELU, learned positions': {**gpt, 'wiring': 'post', 'tie': False},
-             'pre-norm': {**gpt, 'tie': False}, 'RMSNorm, no biases': {'pos': 'learned', 'mlp': 'gelu'},
-             'RoPE': {'mlp': 'gelu'}, 'SwiGLU': {}, 'GQA, 2 of 4 heads': gqa, 'flash attention': gqa,
-             '+ 8 experts, 2 a token': {**gqa, 'n_expert': 8, 'd_expert': 192}, 'or latent attention': latent}
+
+def rung(machine, name, changes, steps, B, T):
+    """Trains one small model; returns its figures."""
+    meta = prepare.load_data(name)[-1]
+    cfg = prepare.build(Config, {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': T,
+                                 'vocab_size': meta['vocab_size'], **changes})
+    settings = train.Settings(optimizer='adamw', steps=steps, batch_tokens=B * T, compile=False, eval_tokens=2 ** 16)
+    data = train.Data(name, cfg, settings, machine.device)
+    torch.manual_seed(1)
+    run = train.Run(Transformer(cfg), settings, machine.device, machine.dtype)
+    times = []
+    while run.step < steps:
+        batch = data.batch(run.step)
+        start = time.perf_counter()
+        run.update(batch)
+        synchronize(machine.device)
+        times.append(time.perf_counter() - start)
+    return dict(params=sum(p.numel() for p in run.model.parameters()),
+                training_flops_per_token=3 * flops_per_token(cfg, T), cache_bytes_per_token=cache_bytes_per_token(cfg),
+                tokens_per_s=B * T / statistics.median(times[10:]), loss=run.evaluate(data.windows()))
+
+
+def ladder(machine, steps=300, B=12, T=64):
+    """The same small model, from GPT-1's block to today's, a part at a time: what each costs
+    and what it learns."""
     name = prepare.find_data()
-    data, val, meta = prepare.load_data(name)
-    settings, rows = train.Settings(optimizer='adamw', steps=steps, batch_tokens=B * T, compile=False), {}
-    for label, changes in rungs.items():
-        cfg = prepare.build(Config, {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': T,
-                                     'vocab_size': meta['vocab_size'], **changes})
-        torch.manual_seed(1)
-        model, times = Transformer(cfg), []
-        called, cast = train.place(model, settings, machine.device, machine.dtype)
-        optimizers = train.make_optimizers(model.train(), settings)
-        before_flash = list(rungs).index(label) < list(rungs).index('flash attention')
-        with sdpa_kernel(SDPBackend.MATH) if before_flash else nullcontext():
-            for step in range(steps):
-                for group in train.groups_of(optimizers):
-                    group['lr'] = group['peak_lr'] * train.lr_factor(settings, step)
-                batch = train.micro_batches_of(step, data, cfg, settings, machine.device)
-                start = time.perf_counter()
-                train.train_step(called, optimizers, batch, cast)
-                synchronize(machine.device)
-                times.append(time.perf_counter() - start)
-            loss = train.evaluate(called, val, T, machine.device, cast, 2 ** 16)
-        rows[label] = dict(params=sum(p.numel() for p in model.parameters()),
-                           training_flops_per_token=3 * flops_per_token(cfg, T),
-                           cache_bytes_per_token=cache_bytes_per_token(cfg),
-                           tokens_per_s=B * T / statistics.median(times[10:]), loss=loss)
-    result['data'] = name
-    report(result, f'{steps} steps of {B} x {T} tokens of {name}, AdamW, one seed, one run each; the cache in 16 bits; '
-           'attention on the math path until flash', rows)
+    rows, flash = {}, False
+    for label, changes in RUNGS.items():
+        flash = flash or label == 'flash attention'
+        with nullcontext() if flash else sdpa_kernel(SDPBackend.MATH):
+            rows[label] = rung(machine, name, changes, steps, B, T)
+    title = (f'{steps} updates of {B} x {T} tokens of {name}, AdamW, one seed, one run each; the cache in 16 bits; '
+             'attention on the math path until flash')
+    return [Table(title, rows, facts=dict(data=name))]
 
 
-def glance(machine, result):
+def glance(machine):
     """The first figures of train, prefill and decode."""
-    training(machine, result, brief=True)
-    prefills(machine, result, lengths=[256])
-    decodes(machine, result, brief=True)
+    name, cfg, rows = training_shape(machine)
+    how, compiled = ('compiled', 'blocks') if machine.compiles else ('eager', 'no')
+    runs = {}
+    for optimizer in ('adamw', 'muon'):
+        label = f'ours, {how}' if optimizer == 'adamw' else f'ours, {how}, Muon'
+        runs[label] = our_training(machine, rows, cfg, optimizer, compiled)
+    tables = [training_table(machine, runs, name, cfg, rows)]
+    name, model = inference_model(machine)
+    tables.append(prefill_table(machine, name, model, [256]))
+    eager = {'decode, eager': partial(decoding, machine, model, 30)}
+    tables.append(decode_table(machine, name, model, eager, 30))
+    return tables
 
 
 MODES = {'glance': glance, 'train': training, 'prefill': prefills, 'decode': decodes, 'attention': attentions,
@@ -690,18 +953,22 @@ def main(argv):
     options = prepare.build(Options, values)
     if mode not in ('plan', *MODES):
         raise Refusal(f'Unknown mode {mode}{prepare.nearest(mode, ["plan", *MODES])}', 2)
-    planned = [*words, *(f'--{name}' for name in values if name in list(vars(options))[:7])]
-    if mode != 'plan' and planned:
-        raise Refusal(f'{planned[0]} is for plan alone: the other modes measure shapes of their own.', 2)
-    earlier = read_result(options.compare) if options.compare else None
+    result = dict(mode=mode)
     if mode == 'plan':
-        result = plan(options, words)
+        tables = plan(options, words)
     else:
+        for word in [*words, *(f'--{name}' for name in PLAN_ONLY if name in values)]:
+            raise Refusal(f'{word} is for plan alone: the other modes measure shapes of their own.', 2)
         machine = Machine(options)
-        result = dict(mode=mode, **machine.method())
-        MODES[mode](machine, result)
-    if earlier:
-        compare(result, earlier)
+        machine.introduce()
+        result.update(machine.facts())
+        tables = MODES[mode](machine)
+    # for people, then for programs
+    for table in tables:
+        table.print()
+        result.update(table.to_json())
+    if options.compare:
+        comparison(result, options.compare).print()
     print(json.dumps(result))
 
 

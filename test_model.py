@@ -2148,7 +2148,7 @@ def counted_flops(cfg, T):
     from torch.utils.flop_counter import FlopCounterMode
     with torch.device('cpu' if cfg.n_expert else 'meta'):  # how tokens spread over experts needs real numbers
         model, x = Transformer(cfg).eval(), torch.zeros(1, T, dtype=torch.long)
-    with torch.no_grad(), bench.explicitly(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), bench.with_explicit_attention(), FlopCounterMode(display=False) as counter:
         model(x.random_(cfg.vocab_size) if cfg.n_expert else x, all_logits=True)
     return counter.get_total_flops()
 
@@ -2163,18 +2163,41 @@ def test_the_flop_formula_agrees_with_torchs_counter(family, T):
         assert abs(counted_flops(cfg, T) / (T * (flops_per_token(cfg, T) + zeros)) - 1) < 0.02, changes
 
 
+def kept_by_a_block(cfg, rows, T, explicit=False):
+    """Bytes that the second block of a model keeps in fp32, and what the CPU's RMSNorm keeps of them: it is made of
+    several kernels, and so keeps its normalised values too."""
+    block = small_block(cfg)
+    x = torch.randn(rows, T, cfg.n_embd, requires_grad=True)
+    attention = bench.with_explicit_attention() if explicit else contextlib.nullcontext()
+    with attention, bench.saved_for_backward(block.parameters()) as saved:
+        block(x, torch.arange(T)[None], None, None)
+    extra = sum(norm.normalized_shape[0] * heads for norm, heads in (
+        (m, dict(q_norm=cfg.n_head, k_norm=cfg.n_kv_head).get(name.split('.')[-1], 1) if cfg.qk_norm else 1)
+        for name, m in block.named_modules() if isinstance(m, torch.nn.RMSNorm)))
+    return sum(saved.values()), 4 * rows * T * extra
+
+
+def small_block(cfg):
+    return Block(cfg, 1, model_file.Rope(cfg) if cfg.pos == 'rope' else None).train()
+
+
 @pytest.mark.parametrize('explicit', [False, True])
 @pytest.mark.parametrize('T, heads', [(64, 4), (256, 8)])
 def test_saved_activations_agree_with_korthikantis_formula(T, heads, explicit):
     cfg = Config(**FAMILIES['gpt2'], n_head=heads, n_embd=128, block_size=T)
-    block, x = Block(cfg, 0, lambda x, pos: x), torch.randn(3, T, 128, requires_grad=True)
-    attention = bench.explicitly() if explicit else contextlib.nullcontext()
-    with attention, bench.saved_for_backward(block.parameters()) as kept:
-        block(x, torch.arange(T)[None], None, None)
-    formula = bench.activation_bytes(cfg, 3, T, explicit, bytes_per_value=4)
-    assert abs(sum(kept.values()) / formula - 1) < 0.1
+    got, formula = kept_by_a_block(cfg, 3, T, explicit)[0], bench.activation_bytes(cfg, 3, T, explicit, bytes_per_value=4)
+    assert abs(got / formula - 1) < 0.1
     assert formula == 3 * T * 128 * (64 + 4 * heads * T / 128 * explicit)
     assert bench.activation_bytes(cfg, 3, T, True, dropout=True) == 3 * T * 128 * (34 + 2 * heads * T / 128)
+
+
+@pytest.mark.parametrize('changes', [
+    *({**FAMILIES[name], 'window': 0} for name in FAMILIES), dict(n_kv_head=1, qk_norm=True), dict(mlp='gelu'),
+    {**FAMILIES['deepseek'], 'q_rank': 48}, dict(n_expert=4, n_active=4, n_shared=1)])
+def test_the_activations_of_a_plan_are_what_a_block_keeps(changes):
+    cfg = Config(**{**dict(n_layer=2, n_head=4, n_embd=128, block_size=64), **changes})
+    got, of_norms = kept_by_a_block(cfg, 16, 64)
+    assert abs((got - of_norms) / bench.activation_bytes(cfg, 16, 64, bytes_per_value=4) - 1) < 0.03
 
 
 @pytest.mark.parametrize('causal', [True, False])
@@ -2222,7 +2245,7 @@ def planned(capsys, *words):
 def test_the_plan_gives_the_worked_figures(capsys):
     llama = planned(capsys, 'llama2-7b', '--hardware=H100')
     assert llama['params'] == 6_738_415_616 and round(llama['weight_bytes_bf16'] / 1e9, 1) == 13.5
-    assert round(llama['decode_floor_s'] * 1e3, 1) == 4.0 and llama['six_d'] == 24576
+    assert round(llama['decode_floor_s'] * 1e3, 2) == 3.94 and llama['six_d'] == 24576
     assert llama['kv_bytes_per_token'] == 512 * 1024 and round(llama['training_state_bytes'] / 1e9) == 108
     assert abs(llama['attention_overtakes_blocks_at'] / 24576 - 1) < 0.01
     assert round(planned(capsys, 'llama3-8b', '--context=8192')['logit_bytes_fp32'] / 1e9, 1) == 4.2
@@ -2271,7 +2294,7 @@ def test_a_plan_reads_a_config_json_and_a_checkpoint(tmp_path, capsys):
 @pytest.mark.parametrize('mode', ['glance', 'train', 'prefill', 'decode', 'attention'])
 def test_each_mode_measures_and_ends_in_a_line_of_json(mode, monkeypatch, capsys, tmp_path):
     tiny = Config(n_layer=1, n_head=2, n_embd=32, block_size=1024)
-    monkeypatch.setattr(bench, 'training_shape', lambda machine: ('tiny', replace(tiny, block_size=16), 2))
+    monkeypatch.setattr(bench, 'training_shape', lambda machine: ('tiny', tiny.copy(block_size=16), 2))
     monkeypatch.setattr(bench, 'inference_model', lambda machine: ('tiny', Transformer(tiny).eval()))
     bench.main([mode, '--repeats=1', '--compile=false', '--device=cpu', f'--out={tmp_path}'])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -2280,44 +2303,32 @@ def test_each_mode_measures_and_ends_in_a_line_of_json(mode, monkeypatch, capsys
     assert len(rates) == dict(glance=4, train=5, prefill=5, decode=5, attention=0)[mode]
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'llama', 'llama3', 'qwen2'])
-def test_the_activations_of_a_plan_are_at_least_most_of_what_a_block_keeps(family):
-    cfg = Config(**FAMILIES[family], n_head=4, n_embd=128, block_size=64, n_layer=1)
-    rope = model_file.Rope(cfg) if cfg.pos == 'rope' else lambda x, pos: x
-    block = model_file.Block(cfg, 0, rope)
-    x = torch.randn(2, 64, 128, requires_grad=True)
-    with bench.saved_for_backward(block.parameters()) as kept:
-        block(x, torch.arange(64)[None], None, None)
-    tables = rope.cos.nbytes + rope.sin.nbytes if cfg.pos == 'rope' else 0
-    share = (sum(kept.values()) - tables) / bench.activation_bytes(cfg, 2, 64, bytes_per_value=4)
-    assert 0.97 < share < 1.25, share
-
-
 def test_a_step_of_many_rows_reads_every_expert_that_they_visit_and_computes(capsys):
     one, many = (planned(capsys, 'mixtral-8x7b', '--context=16', f'--batch={n}') for n in (1, 64))
-    active, whole = (2 * one[key] / 3350e9 for key in ('active_params', 'params'))
+    looked_up = one['params_by_part']['embedding']
+    active, whole = (2 * (one[key] - looked_up) / 3350e9 for key in ('active_params', 'params'))
     assert math.isclose(one['decode_floor_with_cache_s'], active, rel_tol=0.01)
     assert math.isclose(many['decode_floor_with_cache_s'], whole, rel_tol=0.01)
     crowd = planned(capsys, 'llama2-7b', '--context=16', '--batch=1000')
     assert math.isclose(crowd['tokens_per_s_at_most'], 989e12 / crowd['forward_flops_per_token'], rel_tol=1e-6)
 
 
-def test_options_of_a_plan_are_refused_elsewhere_and_other_modes_are_named(capsys):
+def test_options_of_a_plan_are_refused_elsewhere():
     for words in (['train', '--batch=3'], ['decode', 'llama3-8b']):
         with pytest.raises(Refusal, match='for plan alone'):
             bench.main(words)
-    bench.compare({'mode': 'train', 'a': 1.0}, {'mode': 'decode', 'a': 1.0})
-    assert 'The earlier run has mode decode' in capsys.readouterr().out
 
 
 def test_more_than_the_peak_is_flagged_and_results_are_compared(tmp_path, capsys):
     assert bench.percent(1.2) == '120% (!)' and bench.percent(0.5) == '50%' and bench.percent(None) == 'n/a'
-    (tmp_path / 'old').write_text('words\n' + json.dumps({'a': 2.0, 'sub': {'b': 4}, 'name': 'x'}))
-    bench.compare({'a': 3.0, 'sub': {'b': 1}, 'name': 'y'}, bench.read_result(str(tmp_path / 'old')))
-    with pytest.raises(Refusal, match='nowhere'):
-        bench.read_result(str(tmp_path / 'nowhere'))
+    old = tmp_path / 'old'
+    old.write_text('words\n' + json.dumps({'mode': 'train', 'a': 2.0, 'sub': {'b': 4}, 'name': 'x'}))
+    bench.comparison({'mode': 'train', 'a': 3.0, 'sub': {'b': 1}, 'name': 'y'}, str(old)).print()
     text = capsys.readouterr().out
     assert '1.500' in text and '0.250' in text and 'sub.b' in text and 'name' not in text
+    for path, mode, sentence in ((tmp_path / 'nowhere', 'train', 'nowhere'), (old, 'decode', 'mode train')):
+        with pytest.raises(Refusal, match=sentence):
+            bench.comparison({'mode': mode}, str(path))
 
 
 def test_a_compiled_step_decodes_as_the_model_does_and_never_compiles_twice():
