@@ -364,8 +364,8 @@ class Transformer(nn.Module):
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V).
-        With targets (B, T), -1 for none -> the loss: mean cross-entropy in nats, a scalar."""
+        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With
+        targets (B, T), -1 for none -> the loss: mean cross-entropy in nats, a scalar."""
         x, balance = self.run_blocks(idx, cache)  # (B, T, C), (B,) or 0.0
         if targets is None:
             return self.head(x if all_logits else x[:, -1:])
@@ -375,9 +375,13 @@ class Transformer(nn.Module):
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
 
+    def hidden(self, x, cache=None):
+        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C). A
+        cache gains T tokens per row."""
+        return self.run_blocks(x, cache)[0]
+
     def run_blocks(self, x, cache=None):
-        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C), and
-        the sum of the blocks' balance terms, (B,) or 0.0. A cache gains T tokens per row."""
+        """What hidden() returns, and the sum of the blocks' balance terms, (B,) or 0.0."""
         T = x.shape[1]
         check_room(self.cfg, len(x), T, cache)
         # where the new tokens stand, and what they may see
@@ -400,17 +404,13 @@ class Transformer(nn.Module):
             balance = balance + of_block
         return self.norm(x), balance
 
-    def hidden(self, x, cache=None):
-        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C)."""
-        return self.run_blocks(x, cache)[0]
-
     def head(self, x):
         """(..., C) -> logits (..., V). Rows that only pad the vocabulary are cut off."""
         if self.lm_head is None:
-            logits = F.linear(x, self.embed.weight)   # (..., vocab_rows)
+            logits = F.linear(x, self.embed.weight)  # (..., vocab_rows)
         else:
-            logits = self.lm_head(x)                  # (..., vocab_rows)
-        return logits[..., :self.cfg.vocab_size]      # (..., V)
+            logits = self.lm_head(x)                 # (..., vocab_rows)
+        return logits[..., :self.cfg.vocab_size]     # (..., V)
 
     def nll(self, x, targets):
         """x (N, C), targets (N,) -> their negative log-likelihood, summed in fp32."""
@@ -466,13 +466,14 @@ class ChunkedNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, nll, chunk_size, x, targets, *weights):
         total = torch.zeros((), device=x.device)
+        # x's gradients stand side by side, the weights' add up over the chunks, in fp32
         x_grads = []
-        # the weights' gradients add up over the chunks, in fp32
         weight_grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         for x_chunk, targets_chunk in zip(x.split(chunk_size), targets.split(chunk_size)):
             with torch.enable_grad():
                 x_chunk = x_chunk.detach().requires_grad_()  # (n, C)
                 loss = nll(x_chunk, targets_chunk)
+            # this chunk's logits are freed with its graph
             x_grad, *grads = torch.autograd.grad(loss, (x_chunk, *weights), allow_unused=True)
             total += loss.detach()
             x_grads.append(x_grad)
@@ -485,7 +486,7 @@ class ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        """scale: the gradient of the total, with 1 / targets and fp16's loss scale in it."""
+        """scale: the gradient of the total: 1 / targets, times fp16's loss scale."""
         x_grad, *weight_grads = ctx.saved_tensors
         weight_grads = [(grad * scale).to(dtype) for grad, dtype in zip(weight_grads, ctx.dtypes)]
         return None, None, x_grad * scale, None, *weight_grads
@@ -498,7 +499,7 @@ def nll_in_chunks(model, x, targets):
     if not torch.is_grad_enabled():
         chunks = zip(x.split(chunk_size), targets.split(chunk_size))
         return sum(model.nll(*chunk) for chunk in chunks)
-    # a head may be changed to use any of these; the blocks' parameters it can't reach
+    # Whatever is not in the blocks may be used by the head, which a hacker may have changed.
     in_blocks = set(model.blocks.parameters())
     weights = [p for p in model.parameters() if p not in in_blocks and p.requires_grad]
     return ChunkedNLL.apply(model.nll, chunk_size, x, targets, *weights)
@@ -518,6 +519,7 @@ ROPE_SCALINGS = {
 def parse_rope_scaling(text):
     """'linear,2' -> ('linear', {'factor': 2.0}). Raises ValueError for what it can't read."""
     kind, *numbers = text.split(',')
+    # an unknown kind has no names, and fails as numbers too many or too few do
     names = ROPE_SCALINGS.get(kind, ())
     try:
         number = dict(zip(names, map(float, numbers), strict=True))
@@ -544,8 +546,8 @@ def scale_frequencies(cfg, frequency):
         # all pairs alike (arXiv:2306.15595)
         return slowed, 1.0
     if kind == 'llama3':
-        # fast pairs are kept, slow ones slowed, with a ramp between them (Llama 3.1's reference code)
-        turns = number['length'] * frequency / (2 * math.pi)      # (D/2,), within the trained length
+        # fast pairs are kept, slow ones slowed, with a ramp between (Llama 3.1's reference code)
+        turns = number['length'] * frequency / (2 * math.pi)      # (D/2,)
         keep = (turns - number['low']) / (number['high'] - number['low'])
         keep = keep.clamp(0, 1)
         return frequency * keep + slowed * (1 - keep), 1.0
@@ -553,14 +555,17 @@ def scale_frequencies(cfg, frequency):
     width = 2 * len(frequency)
 
     def pair_with(turns):
-        """The pair that makes so many turns within the trained length, as a fraction."""
-        return width * math.log(number['length'] / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_base))
+        """Which pair makes so many turns within the trained length: its number, not rounded."""
+        trained = number['length'] / (2 * math.pi * turns)
+        return width * math.log(trained) / (2 * math.log(cfg.rope_base))
     first = max(math.floor(pair_with(number['fast'])), 0)
     last = min(math.ceil(pair_with(number['slow'])), width - 1)
     pair = torch.arange(len(frequency), device=frequency.device)  # (D/2,)
     slow = (pair - first) / max(last - first, 0.001)
     slow = slow.clamp(0, 1)
-    sharpen = yarn_mscale(number['factor'], number['m']) / yarn_mscale(number['factor'], number['m_all'])
+    # longer texts need sharper attention
+    factor = number['factor']
+    sharpen = yarn_mscale(factor, number['m']) / yarn_mscale(factor, number['m_all'])
     return frequency * (1 - slow) + slowed * slow, sharpen
 
 
@@ -591,9 +596,11 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_active, self.norm_topk, self.scale = cfg.n_active, cfg.norm_topk, cfg.expert_scale
-        self.roles = [cfg.d_expert, cfg.d_expert]                        # gate and up, the rows of w_up
-        self.w_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))  # (E, 2F, C)
-        self.w_down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))  # (E, C, F)
+        # the rows of an expert's w_up are gate and up
+        self.roles = [cfg.d_expert, cfg.d_expert]
+        w_up = torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd)  # (E, 2 F, C)
+        w_down = torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert)  # (E, C, F)
+        self.w_up, self.w_down = nn.Parameter(w_up), nn.Parameter(w_down)
         self.router = Router(cfg.n_embd, cfg.n_expert, bias=False)
         self.shared = SwiGLU(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
 
@@ -602,6 +609,7 @@ class MixtureOfExperts(nn.Module):
         probs = self.router(x).softmax(-1)          # (B, T, E)
         weight, chosen = probs.topk(self.n_active)  # (B, T, A) twice
         balance = balance_term(probs, chosen) if self.training else 0.0
+        # what the chosen experts count
         if self.norm_topk:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = weight * self.scale
@@ -611,7 +619,8 @@ class MixtureOfExperts(nn.Module):
             y = y + self.shared(x)
         return y, balance
 
-    @torch.compiler.disable  # how many tokens each expert gets is known only at run time
+    # not compiled: how many tokens each expert gets is known only at run time
+    @torch.compiler.disable
     def visit(self, x, chosen, weight):
         """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts'
         outputs (N, C)."""
@@ -619,14 +628,15 @@ class MixtureOfExperts(nn.Module):
         order = chosen.flatten().argsort(stable=True)               # (N A,)
         token = order // self.n_active                              # (N A,)
         weight = weight.flatten()[order]                            # (N A,)
-        visits = chosen.flatten().bincount(minlength=len(self.w_up)).tolist()  # E numbers
+        visits = chosen.flatten().bincount(minlength=len(self.w_up))  # (E,)
         y = torch.zeros_like(x)                                     # (N, C)
         start = 0
-        for expert, n in enumerate(visits):
+        for expert, n in enumerate(visits.tolist()):
             if n == 0:
                 continue
             rows = token[start:start + n]                           # (n,)
-            gate, up = F.linear(x[rows], self.w_up[expert]).split(self.roles, dim=-1)  # (n, F) twice
+            up = F.linear(x[rows], self.w_up[expert])               # (n, 2 F)
+            gate, up = up.split(self.roles, dim=-1)                 # (n, F) twice
             out = F.linear(F.silu(gate) * up, self.w_down[expert])  # (n, C)
             out = out * weight[start:start + n, None]
             y.index_add_(0, rows, out.type_as(y))
@@ -672,14 +682,16 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer, self.rope, self.causal = layer, rope, cfg.causal
         self.n_head, self.kv_rank, self.v_dim = cfg.n_head, cfg.kv_rank, cfg.v_dim
-        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim         # P and R, the parts of D
+        # P and R, the parts of D
+        self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim
         self.scale = latent_scale(cfg)
-        if cfg.q_rank:
+        # queries, straight from x or from a latent of their own
+        self.has_q_latent = cfg.q_rank > 0
+        if self.has_q_latent:
             self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False)
             self.q_norm = nn.RMSNorm(cfg.q_rank, eps=cfg.norm_eps)
-        else:
-            self.w_q_latent = None
         self.w_q = nn.Linear(cfg.q_rank or cfg.n_embd, cfg.n_head * cfg.head_dim, bias=False)
+        # the latent and the shared key, then keys and values from the latent
         self.w_kv_latent = Fused(cfg.n_embd, [cfg.kv_rank, cfg.rope_dim])
         self.kv_norm = nn.RMSNorm(cfg.kv_rank, eps=cfg.norm_eps)
         self.w_kv = Fused(cfg.kv_rank, [cfg.n_head * self.q_split[0], cfg.n_head * cfg.v_dim])
@@ -687,6 +699,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, pos, mask, cache):
         q, q_rope = self.queries(x, pos)                    # (B, H, T, P), (B, H, T, R)
+        # what the tokens leave behind
         latent, k_rope = self.w_kv_latent(x)                # (B, T, kv_rank), (B, T, R)
         latent = self.kv_norm(latent.type_as(self.kv_norm.weight))
         k_rope = self.rope.rotate(k_rope[:, :, None], pos)  # (B, T, 1, R)
@@ -694,8 +707,8 @@ class LatentAttention(nn.Module):
         k_rope = k_rope.type_as(q).transpose(1, 2)          # (B, 1, T, R)
         if cache is not None:
             latent, k_rope = cache.update(self.layer, latent, k_rope)  # (B, 1, S, kv_rank), (B, 1, S, R)
-        something_cached = latent.shape[2] > x.shape[1]                  # S > T
-        form = self.absorbed if something_cached else self.expanded
+        # S > T: something was cached
+        form = self.absorbed if latent.shape[2] > x.shape[1] else self.expanded
         y = form(q, q_rope, latent, k_rope, mask)           # (B, H, T, v_dim)
         y = y.transpose(1, 2).flatten(2)                    # (B, T, H v_dim)
         return self.w_out(y)                                # (B, T, C)
@@ -703,7 +716,7 @@ class LatentAttention(nn.Module):
     def queries(self, x, pos):
         """x (B, T, C) -> the plain part (B, H, T, P) and the rotated part (B, H, T, R) of each
         head's query."""
-        if self.w_q_latent is not None:
+        if self.has_q_latent:
             x = self.w_q_latent(x)                        # (B, T, q_rank)
             x = self.q_norm(x.type_as(self.q_norm.weight))
         q = self.w_q(x).unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
@@ -727,7 +740,7 @@ class LatentAttention(nn.Module):
         w_k, w_v = self.w_kv.weight.split(self.w_kv.roles)  # (H P, kv_rank), (H v_dim, kv_rank)
         w_k = w_k.unflatten(0, (self.n_head, -1))           # (H, P, kv_rank)
         w_v = w_v.unflatten(0, (self.n_head, -1))           # (H, v_dim, kv_rank)
-        # q (w_k latent) = (q w_k) latent
+        # q (w_k latent) = (q w_k) latent, so no key is ever made
         q = torch.cat((q @ w_k, q_rope), dim=-1)            # (B, H, T, kv_rank + R)
         k = torch.cat((latent, k_rope), dim=-1)             # (B, 1, S, kv_rank + R)
         # the keys are the values too; their last R columns are dropped again
@@ -778,8 +791,9 @@ class KVCache:
             return [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
         self.k = one_per_layer(*key_shape)    # L times (B, K, max_len, D)
         self.v = one_per_layer(*value_shape)  # L times (B, K, max_len, D)
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens in each row, (B,)
-        self.visible = 0                                                 # slots that attention reads: S
+        # tokens in each row, and the slots that attention reads: S
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
+        self.visible = 0
 
     def extend(self, T):
         """Makes room for T more tokens in every row; returns their positions (B, T). Once per
@@ -787,8 +801,8 @@ class KVCache:
         visible = self.visible + T
         if self.static and self.visible > 0:
             visible = self.max_len
-        if visible > self.max_len:
-            raise ValueError(f'{visible} tokens are more than the {self.max_len} that this cache has room for')
+        refuse_if(visible > self.max_len,
+                  f'{visible} tokens are more than the {self.max_len} that this cache has room for')
         self.visible = visible
         new = torch.arange(T, device=self.lengths.device)  # (T,)
         self.pos = self.lengths[:, None] + new             # (B, T)
@@ -796,8 +810,9 @@ class KVCache:
         return self.pos
 
     def update(self, layer, k, v):
-        """Stores one layer's new k and v (B, K, T, D); returns all that is visible, (B, K, S,
-        D) twice."""
+        """Stores one layer's new k and v (B, K, T, D); returns all that is visible,
+        (B, K, S, D) twice."""
+        # each row has positions of its own
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         self.k[layer][row, :, self.pos] = k.transpose(1, 2).to(self.k[layer].dtype)  # (B, T, K, D)
         self.v[layer][row, :, self.pos] = v.transpose(1, 2).to(self.v[layer].dtype)  # (B, T, K, D)
@@ -835,11 +850,12 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     (arXiv:1904.09751), so always the first. A row of logits that has no finite maximum gives
     -1.
     """
+    # NaN wins a max, so a row with NaN has no finite best
     values = logits.float()                                        # (B, V)
-    best, likeliest = values.max(-1, keepdim=True)                 # (B, 1) twice; NaN wins a max
+    best, likeliest = values.max(-1, keepdim=True)                 # (B, 1) twice
     if temperature == 0:
         return likeliest.where(best.isfinite(), -1)[:, 0]          # (B,)
-    # sorted by falling probability, where that is needed; ids[b, i] is the id that values[b, i] belongs to
+    # sorted by falling probability, where that is needed; values[b, i] belongs to ids[b, i]
     V = logits.shape[-1]
     ids = torch.arange(V, device=logits.device).expand_as(logits)  # (B, V)
     if 0 < top_k < V or top_p < 1:
@@ -873,8 +889,8 @@ def prefill(model, rows, cache):
 
 
 def random_numbers(prompts, repeat, n, seed):
-    """Numbers in [0, 1), (prompts * repeat, n). Sample j of every prompt gets those of (seed,
-    j), so that a row does not depend on what else is in the batch."""
+    """Numbers in [0, 1), (prompts * repeat, n). Sample j of every prompt gets those of
+    (seed, j), so that a row does not depend on what else is in the batch."""
     of_sample = []
     for j in range(repeat):
         generator = torch.Generator().manual_seed(2 ** 20 * seed + j)
@@ -903,21 +919,18 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     """Yields one (B,) tensor of ids per step, max_new_tokens times, or until no row is alive.
 
     idx: prompts, (B, T) or a list of 1-D tensors; each is read once and continued `repeat`
-    times. alive: one bool per row, in a list that the caller may change between steps: a dead
-    row gives -1 and
-        leaves the cache. cache: one row per prompt, emptied first. step: the model, compiled.
-    A row that outgrows the cache goes on from the newest half of its tokens; all rows are then
-    read again. Raises ValueError for impossible arguments, FloatingPointError for logits that
-    are not finite.
+    times. alive: one bool per row, in a list that the caller may change between steps; a dead
+    row gives -1. cache: one row per prompt, emptied first. step: the model, compiled. A row
+    that outgrows the cache goes on from the newest half of its tokens. Raises ValueError for
+    impossible arguments, FloatingPointError for logits that aren't finite.
     """
     prompts = [row.tolist() for row in idx]
     check_generate(model.cfg, prompts, max_new_tokens, temperature, top_k, top_p, repeat)
-    cache = cache or cache_for(model, prompts, max_new_tokens)
-    step = step or model
     alive = alive or [True] * (len(prompts) * repeat)
     noise = random_numbers(len(prompts), repeat, max_new_tokens, seed)  # (B, max_new_tokens)
     noise = noise.to(model.embed.weight.device)
     # read the prompts
+    cache = cache or cache_for(model, prompts, max_new_tokens)
     cache.truncate(0)
     prompts = [row[-cache.max_len:] for row in prompts]
     logits = prefill(model, prompts, cache)           # (prompts, V)
@@ -925,6 +938,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     logits = logits.repeat_interleave(repeat, dim=0)  # (B, V)
     # the tokens of each row; the newest is not cached yet
     rows = [list(row) for row in prompts for _ in range(repeat)]
+    step = step or model
     for n in range(max_new_tokens):
         token = pick(logits, noise[:, n], temperature, top_k, top_p)  # (B,)
         ids = token.tolist()
@@ -939,8 +953,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
             if not on:
                 row.clear()
         if not all(alive):
-            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))
-        # one more token, or all rows again
+            cached = [max(0, len(row) - 1) for row in rows]
+            cache.truncate(torch.tensor(cached))
+        # read one more token per row, or all rows again
         if max(map(len, rows)) <= cache.max_len:
             logits = step(token.clamp(min=0)[:, None], cache=cache)[:, -1]  # (B, V)
         else:
@@ -958,6 +973,7 @@ def matmul_params(cfg):
     among them. The embedding is not: it is looked up. Of the experts those count that a token
     visits."""
     C, H, D = cfg.n_embd, cfg.n_head, cfg.head_dim
+    # attention, per layer
     if cfg.kv_rank:
         queries = C * cfg.q_rank + cfg.q_rank * H * D if cfg.q_rank else C * H * D
         latent = C * (cfg.kv_rank + cfg.rope_dim)
@@ -965,19 +981,21 @@ def matmul_params(cfg):
         attention = queries + latent + keys_values + H * cfg.v_dim * C
     else:
         attention = C * (H + 2 * cfg.n_kv_head) * D + H * D * C
+    # the MLP or the experts, per layer
     matrices = 3 if cfg.mlp == 'swiglu' else 2
     dense = matrices * C * cfg.d_ff
     router = C * cfg.n_expert
     experts = router + matrices * C * cfg.d_expert * (cfg.n_active + cfg.n_shared)
+    # layers of each kind
     n_with_experts = max(0, cfg.n_layer - cfg.n_dense) if cfg.n_expert else 0
     n_dense = cfg.n_layer - n_with_experts
     return cfg.n_layer * attention + n_dense * dense + n_with_experts * experts + C * cfg.vocab_rows
 
 
 def flops_per_token(cfg, T):
-    """FLOPs per token of a forward pass over T tokens: 2N for the matrices, and 2 L T H (D +
-    v_dim) for the scores and the values, which is 4 L T C where H D = C. All T x T scores count
-    (PaLM, arXiv:2204.02311, appendix B), though a causal kernel makes only half of them.
+    """FLOPs per token of a forward pass over T tokens: 2N for the matrices, and 2 L T H
+    (D + v_dim) for the scores and the values, which is 4 L T C where H D = C. All T x T scores
+    count (PaLM, arXiv:2204.02311, appendix B), though a causal kernel makes only half of them.
     Training costs 3 times this: the backward pass makes two gradients per product."""
     scores_and_values = 2 * cfg.n_layer * T * cfg.n_head * (cfg.head_dim + cfg.v_dim)
     return 2 * matmul_params(cfg) + scores_and_values

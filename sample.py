@@ -129,8 +129,8 @@ class PagedKVCache:
         return self.store_and_gather(self.k[layer], k), self.store_and_gather(self.v[layer], v)
 
     def store_and_gather(self, pool, new):
-        """Stores new (B, K, T, D) in one layer's pool; returns all that is visible, (B, K, S,
-        D)."""
+        """Stores new (B, K, T, D) in one layer's pool; returns all that is visible,
+        (B, K, S, D)."""
         pool[self.slot_block, :, self.slot_place] = new.transpose(1, 2).to(pool.dtype)  # (B, T, K, D)
         seen = pool[self.table].transpose(1, 2)         # (B, K, blocks, block, D)
         seen = seen.flatten(2, 3)[:, :, :self.visible]  # (B, K, S, D)

@@ -597,7 +597,8 @@ class Run:
         return (all_sum(total) / all_sum(n)).item()
 
     def save(self, path, data, resumable=True):
-        """Writes a checkpoint. All processes call it: a sharded state is gathered in the first one."""
+        """Writes a checkpoint. All processes call it: a sharded state is gathered in the first
+        one."""
         optimizers = self.optimizers if resumable else []
         weights, optimizer_state = dcp.get_state_dict(self.model, optimizers, options=WHOLE_STATE)
         checkpoint = dict(
