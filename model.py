@@ -344,6 +344,15 @@ class Block(nn.Module):
         return self.mlp(x), 0.0
 
 
+def new_positions(x, cache):
+    """The positions of new tokens x (B, T) or (B, T, C), (1 or B, T), and how many tokens are
+    visible, S. The cache makes room for the new ones."""
+    T = x.shape[1]
+    if cache is None:
+        return torch.arange(T, device=x.device)[None], T
+    return cache.extend(T), cache.visible
+
+
 class Transformer(nn.Module):
     """`model(idx, targets)` is training, `model(idx, cache=cache)` is inference."""
 
@@ -382,19 +391,14 @@ class Transformer(nn.Module):
 
     def run_blocks(self, x, cache=None):
         """What hidden() returns, and the sum of the blocks' balance terms, (B,) or 0.0."""
-        T = x.shape[1]
-        check_room(self.cfg, len(x), T, cache)
-        # where the new tokens stand, and what they may see
-        if cache is None:
-            pos, S = torch.arange(T, device=x.device)[None], T  # (1, T)
-        else:
-            pos, S = cache.extend(T), cache.visible             # (B, T)
+        check_room(self.cfg, x, cache)
+        pos, S = new_positions(x, cache)  # (1 or B, T)
         mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
         if self.rope is not None:
             self.rope.move_to(x.device)
         # the embeddings enter the residual stream, and each block adds to it
         if not x.is_floating_point():
-            x = self.embed(x)                                   # (B, T, C)
+            x = self.embed(x)             # (B, T, C)
         if self.embed_pos is not None:
             x = x + self.embed_pos(pos)
         x = self.drop(x)
@@ -670,13 +674,9 @@ def balance_gradient(balance, targets):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token leaves in the cache
     one latent of kv_rank numbers, from which every head makes its key and its value, and one
-    rotated key for all heads.
-
-    Two forms give the same result. Expanded (training, prefill) makes the keys and values.
-    Absorbed (a step after cached tokens) lets attention read the latents themselves: the matrix
-    that would make the keys goes to the queries, the one that would make the values to the
-    output. It is then MQA with one wide head.
-    """
+    rotated key for all heads. Two forms give the same result: `expanded` (training, prefill)
+    makes the keys and values; `absorbed` (after cached tokens) reads the latents themselves, as
+    MQA with one wide head, and moves the matrices of keys and values to queries and output."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
@@ -699,7 +699,6 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, pos, mask, cache):
         q, q_rope = self.queries(x, pos)                    # (B, H, T, P), (B, H, T, R)
-        # what the tokens leave behind
         latent, k_rope = self.w_kv_latent(x)                # (B, T, kv_rank), (B, T, R)
         latent = self.kv_norm(latent.type_as(self.kv_norm.weight))
         k_rope = self.rope.rotate(k_rope[:, :, None], pos)  # (B, T, 1, R)
@@ -888,14 +887,14 @@ def prefill(model, rows, cache):
     return model.head(last)          # (B, V)
 
 
-def random_numbers(prompts, repeat, n, seed):
+def random_numbers(model, prompts, repeat, n, seed):
     """Numbers in [0, 1), (prompts * repeat, n). Sample j of every prompt gets those of
     (seed, j), so that a row does not depend on what else is in the batch."""
     of_sample = []
     for j in range(repeat):
         generator = torch.Generator().manual_seed(2 ** 20 * seed + j)
         of_sample.append(torch.rand(n, generator=generator))
-    return torch.stack(of_sample).repeat(prompts, 1)
+    return torch.stack(of_sample).repeat(prompts, 1).to(model.embed.weight.device)
 
 
 def cache_for(model, prompts, max_new_tokens):
@@ -927,8 +926,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     prompts = [row.tolist() for row in idx]
     check_generate(model.cfg, prompts, max_new_tokens, temperature, top_k, top_p, repeat)
     alive = alive or [True] * (len(prompts) * repeat)
-    noise = random_numbers(len(prompts), repeat, max_new_tokens, seed)  # (B, max_new_tokens)
-    noise = noise.to(model.embed.weight.device)
+    noise = random_numbers(model, len(prompts), repeat, max_new_tokens, seed)
     # read the prompts
     cache = cache or cache_for(model, prompts, max_new_tokens)
     cache.truncate(0)
@@ -938,7 +936,6 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
     logits = logits.repeat_interleave(repeat, dim=0)  # (B, V)
     # the tokens of each row; the newest is not cached yet
     rows = [list(row) for row in prompts for _ in range(repeat)]
-    step = step or model
     for n in range(max_new_tokens):
         token = pick(logits, noise[:, n], temperature, top_k, top_p)  # (B,)
         ids = token.tolist()
@@ -953,11 +950,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
             if not on:
                 row.clear()
         if not all(alive):
-            cached = [max(0, len(row) - 1) for row in rows]
-            cache.truncate(torch.tensor(cached))
+            cache.truncate(torch.tensor([max(0, len(row) - 1) for row in rows]))
         # read one more token per row, or all rows again
         if max(map(len, rows)) <= cache.max_len:
-            logits = step(token.clamp(min=0)[:, None], cache=cache)[:, -1]  # (B, V)
+            logits = (step or model)(token.clamp(min=0)[:, None], cache=cache)[:, -1]  # (B, V)
         else:
             slide(rows, cache.max_len)
             cache.truncate(0)
@@ -1074,7 +1070,8 @@ def check_latent(cfg, n_kv_head, head_dim):
                   'rope_dim, q_rank and v_dim belong to latent attention: set kv_rank too')
 
 
-def check_room(cfg, B, T, cache):
+def check_room(cfg, x, cache):
+    B, T = x.shape[:2]
     refuse_if(T > cfg.block_size, f'{T} tokens are more than block_size {cfg.block_size}')
     if cache is not None:
         n_rows = len(cache.lengths)
