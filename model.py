@@ -394,13 +394,13 @@ class Transformer(nn.Module):
         check_room(self.cfg, x, cache)
         pos, S = new_positions(x, cache)  # (1 or B, T)
         mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
-        if self.rope is not None:
-            self.rope.move_to(x.device)
         # the embeddings enter the residual stream, and each block adds to it
         if not x.is_floating_point():
             x = self.embed(x)             # (B, T, C)
-        if self.embed_pos is not None:
+        if self.rope is None:
             x = x + self.embed_pos(pos)
+        else:
+            self.rope.move_to(x.device)
         x = self.drop(x)
         balance = 0.0
         for block in self.blocks:
@@ -629,15 +629,14 @@ class MixtureOfExperts(nn.Module):
         """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts'
         outputs (N, C)."""
         # the N A visits sorted by expert, so that each expert reads its tokens in one product
-        order = chosen.flatten().argsort(stable=True)               # (N A,)
+        experts, order = chosen.flatten().sort(stable=True)         # (N A,) twice
         token = order // self.n_active                              # (N A,)
         weight = weight.flatten()[order]                            # (N A,)
-        visits = chosen.flatten().bincount(minlength=len(self.w_up))  # (E,)
+        # the experts that are visited, and how often: one wait for the device
+        visited = torch.stack(experts.unique_consecutive(return_counts=True)).tolist()
         y = torch.zeros_like(x)                                     # (N, C)
         start = 0
-        for expert, n in enumerate(visits.tolist()):
-            if n == 0:
-                continue
+        for expert, n in zip(*visited):
             rows = token[start:start + n]                           # (n,)
             up = F.linear(x[rows], self.w_up[expert])               # (n, 2 F)
             gate, up = up.split(self.roles, dim=-1)                 # (n, F) twice
