@@ -1546,16 +1546,15 @@ SHA = hashlib.sha256(DATA).hexdigest()
 
 
 def test_a_download_cut_half_way_twice_asks_for_the_rest_only(server, tmp_path):
-    server.files['/f'], server.cuts = DATA, [500_000, len(DATA), 200_000]         # the second only asks for the tag
+    server.files['/f'], server.cuts = DATA, [500_000, 200_000]
     path = str(tmp_path / 'f')
     prepare.download(server.url + '/f', path, SHA)
     assert Path(path).read_bytes() == DATA
-    starts = [int(r[6:-1]) for r in server.asked if r]
+    starts = [int(r[6:-1]) for r in server.asked[1:]]
     assert len(starts) == 2 and 400_000 < starts[0] <= 500_000 < starts[1] <= 700_000
     assert os.listdir(tmp_path) == ['f']
-    asked = len(server.asked)
     prepare.download(server.url + '/f', path, SHA)
-    assert len(server.asked) == asked, 'a file that is there and right needs no network'
+    assert len(server.asked) == 3, 'a file that is there and right needs no network'
 
 
 def test_a_later_run_goes_on_where_an_earlier_one_stopped(server, tmp_path, monkeypatch):
@@ -1572,11 +1571,35 @@ def test_a_later_run_goes_on_where_an_earlier_one_stopped(server, tmp_path, monk
     assert [int(r[6:-1]) for r in server.asked if r][0] > 300_000
 
 
+def left_by_an_earlier_run(server, path):
+    """The unfinished download of an earlier run: about half of the file."""
+    server.cuts = [500_000] + [0] * 100
+    with pytest.raises(Refusal):
+        prepare.download(server.url + '/f', path)
+    server.cuts, server.asked = [], []
+    part = prepare.unfinished(path)
+    assert 400_000 < os.path.getsize(part) <= 500_000
+    return part
+
+
 def test_a_whole_part_file_is_only_renamed(server, tmp_path):
     server.files['/f'], path = DATA, str(tmp_path / 'f')
-    prepare.fetch(server.url + '/f', path, {})
+    part = left_by_an_earlier_run(server, path)
+    with open(part, 'ab') as file:
+        file.write(DATA[os.path.getsize(part):])
     prepare.download(server.url + '/f', path, SHA)
-    assert Path(path).read_bytes() == DATA and not any(server.asked)
+    assert Path(path).read_bytes() == DATA and server.asked == ['bytes=1000000-'] and os.listdir(tmp_path) == ['f']
+
+
+def test_a_part_of_another_version_of_the_file_is_begun_again(server, tmp_path):
+    path = str(tmp_path / 'f')
+    for size in (len(DATA), 400_000):                                             # and one shorter than the part
+        server.files['/f'] = bytes(len(DATA))
+        left_by_an_earlier_run(server, path)
+        server.files['/f'] = DATA[:size]
+        prepare.download(server.url + '/f', path)
+        assert Path(path).read_bytes() == DATA[:size] and os.listdir(tmp_path) == ['f']
+        os.remove(path)
 
 
 def test_a_server_without_ranges_starts_again(server, tmp_path):
@@ -1762,7 +1785,8 @@ def test_gpt2_tokens_and_their_description(gpt2):
 
 def test_a_batch_of_texts_has_the_ids_of_each(gpt2):
     texts = ['Hello world', '', DOCUMENTS[0], '<|endoftext|> a  b']
-    assert prepare.encode_batch(gpt2, texts) == [gpt2.encode(text) for text in texts]
+    for tok in (gpt2, prepare.make_tokenizer({'kind': 'bytes'})):
+        assert [ids.tolist() for ids in tok.encode_batch(texts)] == [tok.encode(text) for text in texts]
 
 
 def test_bytes_and_bare_ids():
@@ -2341,7 +2365,7 @@ def words(*argv, **options):
 
 def test_flags_win_over_presets_and_later_presets_over_earlier_ones():
     assert words('--steps=9', 'baby', 'mistral') == {'steps': 9, 'n_layer': 7}
-    assert words('--steps', '1e5', '--lr=-3e-4') == {'steps': 100_000, 'lr': -3e-4}
+    assert words('--steps', '1e5', '--lr', '-3e-4') == {'steps': 100_000, 'lr': -3e-4}
     assert words('--steps=600_000', '--data=') == {'steps': 600_000, 'data': ''}
     assert words('--resume', 'baby', '--data', 'x') == {'resume': True, 'n_layer': 4, 'steps': 5, 'data': 'x'}
     assert words('--resume', 'false')['resume'] is False and words('--resume=1')['resume'] is True
