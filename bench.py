@@ -88,15 +88,19 @@ class Table:
     rows_in_json: bool = True
 
     def print(self):
+        # one column per figure; a table of one nameless column has no head
         names = []
         for row in self.rows.values():
             names += [name for name in row if name not in names]
-        # a table of one nameless column has no head
         lines = []
         if any(names):
             lines.append(['', *(name.replace('_per_', '/').replace('_', ' ') for name in names)])
         for label, row in self.rows.items():
-            lines.append([label, *(shown(name, row[name]) if name in row else '' for name in names)])
+            line = [label]
+            for name in names:
+                line.append(shown(name, row[name]) if name in row else '')
+            lines.append(line)
+        # the labels to the left, the figures to the right
         print(f'\n{self.title}')
         widths = [max(map(len, column)) for column in zip(*lines)]
         for label, *cells in lines:
@@ -146,7 +150,8 @@ def numbers_in(figures):
     numbers = {}
     for name, value in figures.items():
         if isinstance(value, dict):
-            numbers.update({f'{name}.{inner}': number for inner, number in numbers_in(value).items()})
+            for inner, number in numbers_in(value).items():
+                numbers[f'{name}.{inner}'] = number
         elif type(value) in (int, float):
             numbers[name] = value
     return numbers
@@ -161,6 +166,7 @@ def comparison(result, path):
     if earlier.get('mode') != result['mode']:
         raise Refusal(f'{path} is of mode {earlier.get("mode")}, and this is {result["mode"]}: compare runs of '
                       'one mode.', 2)
+    # a row per number that both have
     then, rows = numbers_in(earlier), {}
     for name, now in numbers_in(result).items():
         if then.get(name):
@@ -184,8 +190,8 @@ def middle(seconds):
 
 
 def measure(functions, device, repeats=5, warmup=2):
-    """Seconds of each function, [(median, spread)]. In each round all take their turn, so that
-    a noisy machine disturbs them alike."""
+    """Seconds of each function, [(median, spread)]. In each round all take their turn, so that a
+    noisy machine disturbs them alike."""
     times = [[] for _ in functions]
     for _ in range(warmup + repeats):
         for function, seconds in zip(functions, times):
@@ -207,12 +213,14 @@ class Peak(TorchDispatchMode):
         self.live, self.most = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # a result that shares an argument's memory is not new
         out = function(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(out):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
+            # counted until its last user is gone
             if storage._cdata not in self.live and storage._cdata not in given:
                 self.live[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self.live.pop, storage._cdata, None)
@@ -230,6 +238,7 @@ def most_bytes(function):
 def saved_for_backward(weights):
     """What autograd saves inside the context, `weights` left out: a dict that fills, {storage:
     bytes}."""
+    # a storage that several tensors share counts once
     saved, own = {}, {w.untyped_storage().data_ptr() for w in weights}
 
     def pack(tensor):
@@ -268,6 +277,7 @@ class Machine:
     def set_matmul_speed(self, timing):
         """Stores the measured speed of a matrix product. On a CPU it is the peak that MFU is
         relative to."""
+        # n multiplications and n additions per element
         seconds, _ = timing
         self.matmul_tflops = 2 * self.n ** 3 / seconds / 1e12
         self.peak_tflops = self.published_tflops
@@ -275,7 +285,9 @@ class Machine:
             self.peak_tflops = self.matmul_tflops
 
     def introduce(self):
-        peak = f'{self.peak_tflops:.3g} TFLOP/s' if self.peak_tflops else 'unknown (give --peak_tflops)'
+        peak = 'unknown (give --peak_tflops)'
+        if self.peak_tflops:
+            peak = f'{self.peak_tflops:.3g} TFLOP/s'
         print(f'{self.name}, {str(self.dtype)[6:]}, torch {torch.__version__}: a matrix product reaches '
               f'{self.matmul_tflops:.3g} TFLOP/s, a read of memory {self.read_gbs:.3g} GB/s.\n100 % MFU is {peak}, '
               f"100 % MBU {self.peak_gbs:.3g} GB/s: as given, or the vendor's, or else what was measured.")
@@ -284,11 +296,15 @@ class Machine:
         """The figures of a work of so many tokens and FLOPs that takes (seconds, spread)."""
         seconds, spread = timing
         flops_per_s = flops / seconds
-        mfu = flops_per_s / self.peak_tflops / 1e12 if self.peak_tflops else None
+        mfu = None
+        if self.peak_tflops:
+            mfu = flops_per_s / self.peak_tflops / 1e12
         return dict(tokens_per_s=tokens / seconds, ms=1e3 * seconds, spread=spread, flops_per_s=flops_per_s, mfu=mfu)
 
     def facts(self):
-        threads = torch.get_num_threads() if self.device.type == 'cpu' else None
+        threads = None
+        if self.device.type == 'cpu':
+            threads = torch.get_num_threads()
         return dict(device=self.name, dtype=str(self.dtype)[6:], torch=torch.__version__,
                     python=platform.python_version(), threads=threads, matmul_tflops=self.matmul_tflops,
                     read_gbs=self.read_gbs, peak_tflops=self.peak_tflops, peak_gbs=self.peak_gbs)
@@ -341,6 +357,7 @@ def count_parameters(cfg):
     """Parameters {part: number}, from the meta device."""
     with torch.device('meta'):
         model = Transformer(cfg)
+    # in the order in which a token meets them
     order = ('embedding', 'positions', 'attention', 'MLP', 'experts', 'router', 'norms', 'head')
     parts = dict.fromkeys(order, 0)
     for name, p in model.named_parameters():
@@ -377,7 +394,8 @@ def activation_bytes(cfg, rows, T, explicit=False, dropout=False, bytes_per_valu
         values += cfg.n_shared * inside * cfg.d_expert
     else:
         values += inside * cfg.d_ff
-    masks = 2 * C if dropout else 0  # of one byte per value
+    # dropout's masks, of one byte per value, on what attention and MLP add to the stream
+    masks = 2 * C if dropout else 0
     return rows * T * (values * bytes_per_value + masks)
 
 
@@ -406,9 +424,9 @@ class Costs:
         self.kv = cache_bytes_per_token(self.cfg)
 
     def weights_read(self, rows):
-        """Parameters that a decoding step of so many rows reads. Positions are looked up, and
-        so is the embedding, unless the head shares it. Of the experts, those that any row
-        visits: soon all."""
+        """Parameters that a decoding step of so many rows reads. Positions are looked up, and so
+        is the embedding, unless the head shares it. Of the experts, those that any row visits:
+        soon all."""
         looked_up = self.parts.get('positions', 0)
         if not self.cfg.tie:
             looked_up += self.parts['embedding']
@@ -436,7 +454,8 @@ def plan_parameters(c):
 def plan_flops(c):
     cfg, N = c.cfg, matmul_params(c.cfg)
     attention = c.forward - 2 * N
-    d = cfg.n_head * (cfg.head_dim + cfg.v_dim) / 2  # the d of 4 L T d
+    # the d of 4 L T d, which is n_embd in most models
+    d = cfg.n_head * (cfg.head_dim + cfg.v_dim) / 2
     in_blocks = N - cfg.n_embd * cfg.vocab_rows
     return section(
         f'FLOPs per token, T = {c.T:,}',
@@ -453,8 +472,10 @@ def plan_flops(c):
 
 def plan_memory(c):
     cfg, T, L = c.cfg, c.T, c.cfg.n_layer
+    # activations of all blocks, for one row
     saved = L * activation_bytes(cfg, 1, T)
     explicit = L * activation_bytes(cfg, 1, T, explicit=True)
+    # each block keeps its input, and one at a time keeps all the rest
     recomputed = L * 2 * T * cfg.n_embd + saved / L
     chunk = human(4 * Transformer.logits_at_once, 'B')
     cached = 'L (rank + rope)' if cfg.kv_rank else '2 L K D'
@@ -480,8 +501,10 @@ def plan_cards(c):
     # a step waits for the weights and the caches, or for the arithmetic
     reading = (2 * c.weights_read(B) + B * T * c.kv) / c.bytes_per_s
     step = max(reading, B * c.forward / c.flops_per_s)
+    # what the weights leave for caches
     room = max(0, c.capacity - 2 * c.total)
     tokens = options.tokens or 20 * c.active
+    # training costs three times a forward pass
     hours = 3 * c.forward * tokens / (c.flops_per_s * options.mfu) / 3600
     limits = f'{human(c.flops_per_s, "FLOP/s")}, {human(c.bytes_per_s, "B/s")}, {human(c.capacity, "B")}'
     title = f'{options.gpus} x {options.hardware}, nothing lost between them: {limits}'
@@ -507,6 +530,7 @@ def plan(options, words):
     """Everything that follows from the config alone."""
     c = Costs(options, words[0] if words else 'gpt2')
     tables = [plan_parameters(c), plan_flops(c), plan_memory(c), plan_cards(c)]
+    # sizes that suit tensor cores badly
     odd = []
     for size in ('n_embd', 'd_ff', 'head_dim', 'vocab_rows'):
         if getattr(c.cfg, size) % 64:
@@ -531,8 +555,7 @@ def training_shape(machine):
 
 
 def our_training(machine, rows, cfg, optimizer='adamw', compiled='no'):
-    """A function that makes one update on the same random batch. compiled: no, blocks or
-    whole."""
+    """A function that makes one update on the same random batch. compiled: no, blocks or whole."""
     muon_steps = 3 if cfg.n_embd < 512 else 5
     settings = train.Settings(optimizer=optimizer, compile=compiled == 'blocks', muon_steps=muon_steps)
     torch.manual_seed(0)
@@ -541,7 +564,7 @@ def our_training(machine, rows, cfg, optimizer='adamw', compiled='no'):
         model.compile()
     run = train.Run(model, settings, machine.device, machine.dtype)
     x = torch.randint(cfg.vocab_size, (rows, cfg.block_size), device=machine.device)
-    return lambda: run.update([(x, x)])
+    return partial(run.update, [(x, x)])
 
 
 def llama(cfg, **more):
@@ -560,6 +583,7 @@ def their_training(machine, cfg, rows):
     cast = nullcontext()
     if machine.dtype != torch.float32:
         cast = torch.autocast(machine.device.type, machine.dtype)
+    # its usual way: the model as a whole
     if machine.compiles:
         model.compile()
     x = torch.randint(cfg.vocab_size, (rows, cfg.block_size), device=machine.device)
@@ -583,31 +607,35 @@ def has_transformers():
 
 
 def training_table(machine, runs, name, cfg, rows):
-    """runs: {label: a function that makes one update}, measured in turns with a matrix
-    product."""
+    """runs: {label: a function that makes one update}, measured in turns with a matrix product."""
+    # the peak of a CPU is measured under the same noise as the runs
     product, *times = measure([machine.product, *runs.values()], machine.device, 4 * machine.options.repeats, warmup=3)
     machine.set_matmul_speed(product)
     T = cfg.block_size
     tokens, flops = rows * T, 3 * flops_per_token(cfg, T)
     title = (f'training, {name}, {rows} x {T} tokens of {human(flops, "FLOP")}, AdamW unless said; the matrix '
              f'product, in turns with them, {machine.matmul_tflops:.3g} TFLOP/s')
-    table = Table(title, {label: machine.rate(tokens, tokens * flops, timing) for label, timing in zip(runs, times)})
+    table = Table(title, {})
+    for label, timing in zip(runs, times):
+        table.rows[label] = machine.rate(tokens, tokens * flops, timing)
     table.facts.update(machine.facts(), training_shape=name, rows=rows, T=T, training_flops_per_token=flops)
     return table
 
 
 def training(machine):
-    """Tokens/s beside the plan's FLOPs: eager, compiled, with Muon, and transformers' Llama,
-    all in turns."""
+    """Tokens/s beside the plan's FLOPs: eager, compiled, with Muon, and transformers' Llama, all
+    in turns."""
     name, cfg, rows = training_shape(machine)
     cfg = cfg.copy(qk_norm=False)  # as Llama has it
     ours_of = partial(our_training, machine, rows)
     how, compiled = ('compiled', 'blocks') if machine.compiles else ('eager', 'no')
     ours, theirs = f'ours, {how}', f'transformers, {how}'
+    # as train.py trains
     runs = {ours: ours_of(cfg, compiled=compiled), f'{ours}, Muon': ours_of(cfg, 'muon', compiled)}
     if machine.compiles:
         # as transformers is; train.py isn't, since it takes longer than it saves
         runs[f'{ours} as a whole'] = ours_of(cfg, compiled='whole')
+    # what the parts cost, without a compiler
     parallel, experts = 'parallel, eager', '8 experts, 2 per token, eager'
     runs['ours, eager'] = ours_of(cfg)
     runs[parallel] = ours_of(cfg.copy(wiring='parallel'))
@@ -615,6 +643,7 @@ def training(machine):
     runs[experts] = ours_of(cfg.copy(n_expert=8, d_expert=cfg.d_ff // 2))
     if has_transformers():
         runs[theirs] = their_training(machine, cfg, rows)
+    # measured, and compared
     table = training_table(machine, runs, name, cfg, rows)
     ratio_note(table, parallel, 'ours, eager')
     ratio_note(table, experts, 'ours, eager')
@@ -630,6 +659,7 @@ def training(machine):
 def inference_model(machine):
     """What prefill, decode and the glance measure: a Llama of 114 M parameters, or of 7 B on a
     GPU that can hold it."""
+    # small enough for any machine
     name = 'Llama of 114 M'
     cfg = Config(n_layer=12, n_embd=768, n_head=12, n_kv_head=4, d_ff=2048, vocab_size=50304, tie=True)
     if machine.device.type == 'cuda' and torch.cuda.get_device_properties(machine.device).total_memory > 44e9:
@@ -643,6 +673,7 @@ def inference_model(machine):
 @torch.no_grad()
 def reading(machine, model, T):
     """The figures of one prompt of T tokens; the head reads the last one alone."""
+    # FLOPs of the head per token
     head = 2 * model.cfg.n_embd * model.cfg.vocab_rows
     ids = [torch.randint(model.cfg.vocab_size, (T,)).tolist()]
     cache = KVCache(model.cfg, 1, T, machine.device, machine.dtype)
@@ -655,7 +686,9 @@ def reading(machine, model, T):
 
 
 def prefill_table(machine, name, model, lengths):
-    rows = {f'prefill of {T}': reading(machine, model, T) for T in lengths}
+    rows = {}
+    for T in lengths:
+        rows[f'prefill of {T}'] = reading(machine, model, T)
     return Table(f'prefill, {name}, one row', rows, facts=dict(shape=name))
 
 
@@ -669,6 +702,7 @@ def prefills(machine):
 def decoding(machine, model, n, rows=1, kind=KVCache, step=None):
     """Seconds of each of n tokens after a prompt of 64. The first one's are the prefill's."""
     more = dict(static=True) if step else {}
+    # a compiled step reads the whole cache, so that no shape changes
     cache = kind(model.cfg, rows, 64 + n, device=machine.device, dtype=machine.dtype, **more)
     prompt = torch.randint(model.cfg.vocab_size, (rows, 64))
     marks = [time.perf_counter()]
@@ -698,14 +732,16 @@ def decode_table(machine, name, model, runs, n):
     """runs: {label: a function that decodes n tokens and returns the seconds of each}. Batch 1
     reads every weight once per token: that is the limit, and MBU is the share of the bandwidth
     in use."""
+    # all run in each round, so that a noisy machine disturbs them alike
     read = matmul_params(model.cfg) * model.embed.weight.element_size()
-    rounds = []
+    seconds_of = {label: [] for label in runs}
     for _ in range(1 + max(3, machine.options.repeats // 2)):
-        rounds.append({label: run() for label, run in runs.items()})
+        for label, run in runs.items():
+            seconds_of[label].append(run())
     rows = {}
     for label in runs:
         # the first round warms up
-        times = [seconds[label] for seconds in rounds[1:]]
+        times = seconds_of[label][1:]
         seconds, spread = middle([sum(tokens[1:]) / (n - 1) for tokens in times])
         rows[label] = dict(
             tokens_per_s=1 / seconds, ms=1e3 * seconds, spread=spread, read_bytes_per_s=read / seconds,
@@ -718,6 +754,7 @@ def decode_table(machine, name, model, runs, n):
 def batches_table(ours):
     rows = {}
     for B in (1, 8, 32):
+        # once to warm up
         ours(3, B)
         first, *times = ours(30, B)
         step = statistics.median(times)
@@ -726,8 +763,7 @@ def batches_table(ours):
 
 
 def positions_table(machine, model, ours, step):
-    """The time of a token against its position, with each kind of cache; and the picture of
-    it."""
+    """The time of a token against its position, with each kind of cache; and the picture of it."""
     median = statistics.median
     kinds = {'cache, eager': {}, 'paged cache, eager': dict(kind=sample.PagedKVCache)}
     if step:
@@ -736,6 +772,7 @@ def positions_table(machine, model, ours, step):
     for label, how in kinds.items():
         if 'step' in how:
             ours(500, **how)  # another length is compiled again
+        # each point of the curve is a median of 17 tokens
         times = ours(500, **how)[1:]
         smooth = [1e3 * median(times[max(0, i - 8):i + 9]) for i in range(len(times))]
         curves[label] = range(65, 65 + len(times)), smooth
@@ -743,6 +780,7 @@ def positions_table(machine, model, ours, step):
         rows[label] = dict(ms_at_65_to_114=1e3 * early, ms_at_514_to_563=1e3 * late, ratio=late / early)
     # without a cache, each token reads all before it again
     lengths = (64, 128, 256, 512)
+    # random ids: what they are does not matter for the time
     texts = [torch.randint(model.cfg.vocab_size, (1, T), device=machine.device) for T in lengths]
     with torch.no_grad():
         times = measure([partial(model, text) for text in texts], machine.device, 3, 1)
@@ -757,6 +795,7 @@ def decodes(machine):
     name, model = inference_model(machine)
     ours, n = partial(decoding, machine, model), 100
     step = sample.decode_step(model) if machine.compiles else None
+    # one row: the figures that people compare
     runs = {'decode, eager': partial(ours, n)}
     if step:
         runs['decode, compiled'] = partial(ours, n, step=step)
@@ -776,14 +815,15 @@ def explicit_attention(q, k, v, mask, causal, scale=None):
     """model.attend with all that flash attention never builds: the (B, H, T, S) scores."""
     if q.shape[1] != k.shape[1]:
         group = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(group, dim=1)             # (B, H, S, D)
-        v = v.repeat_interleave(group, dim=1)             # (B, H, S, D)
-    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)    # (B, H, T, S)
+        k = k.repeat_interleave(group, dim=1)           # (B, H, S, D)
+        v = v.repeat_interleave(group, dim=1)           # (B, H, S, D)
+    # each head's T x S scores
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)  # (B, H, T, S)
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    return scores.softmax(-1) @ v                         # (B, H, T, D)
+    return scores.softmax(-1) @ v                       # (B, H, T, D)
 
 
 def with_explicit_attention():
@@ -800,19 +840,21 @@ def attentions(machine):
     rows = {}
     for T in lengths:
         q, k, v = torch.randn(3, 1, 8, T, 64, device=machine.device, dtype=machine.dtype)
-        inputs = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        inputs = q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()
 
-        def attention_and_gradients(attend, inputs=inputs):
+        def forward_and_backward(attend, inputs=inputs):
             torch.autograd.grad(attend(*inputs, None, True).sum(), inputs)
-        runs = [partial(attention_and_gradients, attend) for attend in (explicit_attention, model_file.attend)]
+        runs = [partial(forward_and_backward, explicit_attention), partial(forward_and_backward, model_file.attend)]
+        # time, then memory
         (explicit_s, _), (sdpa_s, _) = measure(runs, machine.device, machine.options.repeats)
         explicit_bytes, sdpa_bytes = map(most_bytes, runs)
         rows[f'T {T}'] = dict(
             explicit_ms=1e3 * explicit_s, sdpa_ms=1e3 * sdpa_s, time_ratio=explicit_s / sdpa_s,
             explicit_bytes=explicit_bytes, sdpa_bytes=sdpa_bytes, memory_ratio=explicit_bytes / sdpa_bytes)
-    curves = {}
-    for name in ('explicit', 'sdpa'):
-        curves[name] = lengths, [row[f'{name}_bytes'] / 1e6 for row in rows.values()]
+    curves = {'explicit': (lengths, []), 'sdpa': (lengths, [])}
+    for row in rows.values():
+        curves['explicit'][1].append(row['explicit_bytes'] / 1e6)
+        curves['sdpa'][1].append(row['sdpa_bytes'] / 1e6)
     train.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
                xscale='log', yscale='log')
     return [Table('attention, forward and backward, 8 heads of 64, causal; the tensors that live at once', rows)]
@@ -821,6 +863,7 @@ def attentions(machine):
 def block_memory_table(cfg, device, B=4):
     """What a GPT block keeps for the backward pass, against the formula."""
     T = cfg.block_size
+    # a single block, so that nothing else is counted
     block = model_file.Block(cfg, 0, None).to(device)
     x = torch.randn(B, T, cfg.n_embd, device=device, requires_grad=True)
     pos = torch.arange(T, device=device)[None]
@@ -849,11 +892,13 @@ def recomputation_table(cfg, device, B=4):
 
 def loss_memory_table(device):
     model = Transformer(Config(n_layer=1, n_head=4, n_embd=256, vocab_size=50304)).to(device)
+    # what the last block would hand to the loss
     hidden = torch.randn(8, 1024, 256, device=device).requires_grad_()
     targets = torch.randint(50304, (8, 1024), device=device)
     rows = {}
     for label, logits_at_once in (('whole logits', 2 ** 62), ('chunks', Transformer.logits_at_once)):
         model.logits_at_once = logits_at_once
+        # counting slows it down, so the time is that of another run
         most = most_bytes(lambda: model.loss(hidden, targets).backward())
         start = time.perf_counter()
         model.loss(hidden, targets).backward()
@@ -868,6 +913,7 @@ def loss_memory_table(device):
 def memories(machine):
     """What training holds: a block's activations, blocks recomputed, whole logits against
     chunks."""
+    # large enough to show, small enough for any machine
     sizes = dict(n_head=8, n_embd=256, block_size=256, n_layer=8)
     cfg = prepare.build(Config, {**FAMILIES['gpt2'], **sizes})
     return [block_memory_table(cfg, machine.device), recomputation_table(cfg, machine.device),
@@ -879,6 +925,7 @@ def memories(machine):
 
 GPT, GQA = FAMILIES['gpt2'], {'n_kv_head': 2}
 LATENT = {name: FAMILIES['deepseek'][name] for name in ('head_dim', 'rope_dim', 'v_dim', 'kv_rank')}
+# what differs from the plain Llama block; attention runs on SDPA's math path up to 'flash attention'
 RUNGS = {
     'post-norm, GELU, learned positions': {**GPT, 'wiring': 'post', 'tie': False},
     'pre-norm': {**GPT, 'tie': False},
@@ -899,10 +946,12 @@ def rung(machine, name, changes, steps, B, T):
                                  'vocab_size': meta['vocab_size'], **changes})
     settings = train.Settings(optimizer='adamw', steps=steps, batch_tokens=B * T, compile=False, eval_tokens=2 ** 16)
     data = train.Data(name, cfg, settings, machine.device)
+    # the same first weights and batches in all rungs, as far as the shapes allow
     torch.manual_seed(1)
     run = train.Run(Transformer(cfg), settings, machine.device, machine.dtype)
     times = []
     while run.step < steps:
+        # reading the batch is not measured
         batch = data.batch(run.step)
         start = time.perf_counter()
         run.update(batch)
@@ -914,8 +963,8 @@ def rung(machine, name, changes, steps, B, T):
 
 
 def ladder(machine, steps=300, B=12, T=64):
-    """The same small model, from GPT-1's block to today's, a part at a time: what each costs
-    and what it learns."""
+    """The same small model, from GPT-1's block to today's, a part at a time: what each costs and
+    what it learns."""
     name = prepare.find_data()
     rows, flash = {}, False
     for label, changes in RUNGS.items():
@@ -929,13 +978,15 @@ def ladder(machine, steps=300, B=12, T=64):
 
 def glance(machine):
     """The first figures of train, prefill and decode."""
+    # training, with both optimizers
     name, cfg, rows = training_shape(machine)
     how, compiled = ('compiled', 'blocks') if machine.compiles else ('eager', 'no')
     runs = {}
     for optimizer in ('adamw', 'muon'):
-        label = f'ours, {how}' if optimizer == 'adamw' else f'ours, {how}, Muon'
+        label = f'ours, {how}, {optimizer}'
         runs[label] = our_training(machine, rows, cfg, optimizer, compiled)
     tables = [training_table(machine, runs, name, cfg, rows)]
+    # reading and writing, without a compiler
     name, model = inference_model(machine)
     tables.append(prefill_table(machine, name, model, [256]))
     eager = {'decode, eager': partial(decoding, machine, model, 30)}
@@ -953,12 +1004,16 @@ def main(argv):
     options = prepare.build(Options, values)
     if mode not in ('plan', *MODES):
         raise Refusal(f'Unknown mode {mode}{prepare.nearest(mode, ["plan", *MODES])}', 2)
+    # plan computes; all others measure this machine
     result = dict(mode=mode)
     if mode == 'plan':
         tables = plan(options, words)
     else:
-        for word in [*words, *(f'--{name}' for name in PLAN_ONLY if name in values)]:
-            raise Refusal(f'{word} is for plan alone: the other modes measure shapes of their own.', 2)
+        for name in PLAN_ONLY:
+            if name in values:
+                words.append(f'--{name}')
+        if words:
+            raise Refusal(f'{words[0]} is for plan alone: the other modes measure shapes of their own.', 2)
         machine = Machine(options)
         machine.introduce()
         result.update(machine.facts())

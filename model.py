@@ -1,16 +1,19 @@
-"""A Transformer, embedding to head, to be read from top to bottom. A first sitting ends with the loss.
+"""A Transformer, embedding to head, to be read from top to bottom.
 
     Config        every size and every switch; FAMILIES says how GPT-2, Llama, Mistral, ... set them
-    the path      norm -> rotary positions -> attention -> MLP -> block -> Transformer -> loss
-    the parts     the loss in chunks, mixture of experts, latent attention
+    the path      norm, rotary positions, attention, MLP, block, Transformer, loss, first weights
+                  -- a first sitting ends here --
+    the parts     the loss in chunks, longer texts, mixture of experts, latent attention
     inference     the KV cache, picking a token, generate
     arithmetic    FLOPs and cache bytes per token; then the checks of a Config
 
 Shape comments use these letters:
-    B rows        T tokens in this call     S tokens visible: cached and new     V vocabulary
-    C n_embd      H query heads             K key/value heads                    D head_dim
-    F MLP width   E experts                 A experts that a token visits        L layers
-    N rows x tokens, as one long list       P, R plain and rotated part of D in latent attention
+    B rows          T tokens in this call    S tokens visible: cached and new    V vocabulary
+    C n_embd        H query heads            K key/value heads                   D head_dim
+    F MLP width     L layers                 N rows x tokens, as one list
+    and in the later parts
+    E experts       A experts that a token visits
+    P, R            the plain and the rotated part of D in latent attention
 In code, F is torch.nn.functional.
 """
 import math
@@ -24,8 +27,8 @@ from torch import nn
 @dataclass
 class Config:
     """Sizes and switches. The defaults are the Llama block; 0 means derived, or off, as each
-    comment says. Impossible values raise ValueError: the rules are in `check_config`, at the
-    end of this file."""
+    comment says. Impossible values raise ValueError: the rules are in `check_config`, at the end
+    of this file."""
 
     # sizes, and the switches of the block
     vocab_size: int = 256        # token ids that exist
@@ -35,11 +38,11 @@ class Config:
     n_kv_head: int = 0           # key/value heads; 0: n_head (MHA). 1 is MQA, between them is GQA
     n_embd: int = 384            # width of the residual stream
     head_dim: int = 0            # width of a head; 0: n_embd / n_head
-    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd rounded up to 128s
+    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, or for swiglu 8/3 n_embd up to a multiple of 128
     norm: str = 'rms'            # rms (RMSNorm) or layer (LayerNorm)
     mlp: str = 'swiglu'          # swiglu, gelu (exact) or gelu_tanh (GPT-2's approximation)
     pos: str = 'rope'            # rope (rotary) or learned (one vector per position)
-    wiring: str = 'pre'          # pre: x + f(norm(x)); post: norm(x + f(x)); parallel: x + attn(norm(x)) + mlp(norm(x))
+    wiring: str = 'pre'          # where the norms stand: pre, post or parallel, see Block.forward
     bias: bool = False           # biases in linear layers and LayerNorm; never in head, router and RMSNorm
     tie: bool = False            # the head shares the embedding's matrix
     dropout: float = 0.0         # on the embedding, and on what each part adds to the residual stream
@@ -50,9 +53,9 @@ class Config:
     norm_eps: float = 1e-5       # added to the mean square (or variance) before the square root
     qkv_bias: bool = False       # biases in the query, key and value projections only
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
-    rope_base: float = 10000.0   # the slowest pair needs about 2 pi * rope_base tokens for a full turn
-    rope_scaling: str = ''       # linear,factor | llama3,factor,low,high,length | yarn,factor,length,fast,slow,m,m_all
-    window: int = 0              # a query sees this many keys, its own included; 0: all up to its own
+    rope_base: float = 10000.0   # the larger, the slower the rotations; long texts need slow ones
+    rope_scaling: str = ''       # for texts longer than trained on: linear,2 or another kind of ROPE_SCALINGS
+    window: int = 0              # a token sees only so many tokens, itself included; 0: all before it
 
     # mixture of experts (skip on a first reading)
     n_expert: int = 0            # experts in place of the MLP; 0: one plain MLP
@@ -71,15 +74,17 @@ class Config:
     v_dim: int = 0               # width of a value head; 0: head_dim
 
     def __post_init__(self):
-        # copy() starts from the values as given, so that a copy derives its own head_dim, d_ff, ...
+        # Kept as they were given, before any 0 is replaced: a copy with another n_embd must derive its
+        # own head_dim and d_ff.
         self.given = {field.name: getattr(self, field.name) for field in fields(self)}
         check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            if self.mlp == 'swiglu':  # three matrices instead of two: 2/3 of the width costs the same
-                self.d_ff = math.ceil(8 * self.n_embd / 384) * 128
+            # swiglu has three matrices instead of two, so 2/3 of the width costs the same
+            if self.mlp == 'swiglu':
+                self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
         self.v_dim = self.v_dim or self.head_dim
 
@@ -96,7 +101,7 @@ class Config:
 # What differs from the defaults. Windows, ranks and experts have sizes that suit a small model.
 FAMILIES = {
     'gpt1': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True, wiring='post'),
-    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),  # GPT-3 too, if dense
+    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),  # GPT-3, but for its sparse layers
     'llama': dict(),
     'llama3': dict(n_kv_head=2, rope_base=5e5),
     'llama3.1': dict(n_kv_head=2, rope_base=5e5, rope_scaling='llama3,8,1,4,8192'),
@@ -116,8 +121,8 @@ FAMILIES = {
 
 
 def make_norm(cfg, width):
-    """RMSNorm or LayerNorm over the last dimension. Both compute in fp32 whatever comes in; the
-    result has the input's dtype, or fp32 under CUDA's autocast."""
+    """RMSNorm or LayerNorm over the last dimension. Both compute in fp32, also for a bf16 input;
+    the result has the input's dtype, or fp32 under CUDA's autocast."""
     if cfg.norm == 'rms':
         return nn.RMSNorm(width, eps=cfg.norm_eps)
     return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias)
@@ -125,21 +130,21 @@ def make_norm(cfg, width):
 
 class Rope:
     """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair. The
-    token at position p has its pair i rotated by the angle p * frequency[i], so the product of
-    a query and a key depends on the distance between their positions alone.
+    token at position p has its pair i rotated by the angle p * frequency[i], so the product of a
+    query and a key depends on the distance between their positions alone.
 
-    The tables stay in fp32: rounded to bf16, the 2048 first rotations of the slowest pair are
-    only 636 different ones, and neighbours can't be told apart. That is why they are plain
-    tensors. As buffers they would be cast with the model, and DDP would send them in every
-    update.
+    The tables stay in fp32, whatever the model is cast to: in bf16 the first 2048 positions
+    would share 636 angles of the slowest pair. So they are plain tensors. Buffers would be cast
+    with the model, and sent to all processes by DDP in every update.
     """
 
     def __init__(self, cfg):
+        # On the CPU, whatever the default device: a model made on meta has them too.
         frequency, factor = rope_frequencies(cfg)  # (D/2,)
         position = torch.arange(cfg.block_size, dtype=torch.float32, device='cpu')
         angle = torch.outer(position, frequency)   # (block_size, D/2)
         self.tables = angle.cos() * factor, angle.sin() * factor
-        # cos and sin are the copies that are in use, on the model's device
+        # what rotate() uses: the tables, or a copy of them on the model's device
         self.cos, self.sin = self.tables
 
     def move_to(self, device):
@@ -157,8 +162,8 @@ class Rope:
 
 
 def rope_frequencies(cfg):
-    """The angle per position of each rotated pair, in radians, (D/2,); and a factor on cos and
-    sin, which is 1.0 except for YaRN."""
+    """The angle per position of each pair, in radians, (D/2,); and a factor on cos and sin, 1.0
+    except for YaRN."""
     # latent attention rotates only a part of each head
     width = cfg.rope_dim or cfg.head_dim
     # from 1 for the first pair down to nearly 1 / rope_base for the last
@@ -183,24 +188,24 @@ class Fused(nn.Linear):
 
 
 class ToResidual(nn.Linear):
-    """A linear layer whose output is added to the residual stream. Its weights start smaller
-    than others, or at zero."""
+    """A linear layer whose output is added to the residual stream: init_weights makes its
+    weights smaller than others."""
 
 
 def attention_mask(pos, S, window, causal):
-    """Which of S slots each new token may see: True where it may, (1 or B, 1, T, S). Slot j
-    holds position j.
+    """Which of S slots each new token may see, (1 or B, 1, T, S). Slot j holds position j.
 
         three new tokens at positions 2, 3, 4; S = 5       the same, window = 2
             2   x x x . .                                      . x x . .
             3   x x x x .                                      . . x x .
             4   x x x x x                                      . . . x x
 
-    pos (1 or B, T): positions of the new tokens.
+    pos: the positions of the new tokens, (1, T), or (B, T) where each row has its own.
 
-    None if all visible tokens are new and no window hides any: then `attend` says is_causal,
-    which suits a batch of prompts padded on the right too. With cached tokens is_causal would
-    be wrong, since SDPA takes the first new token for position 0.
+    None means that attend needs no mask, since is_causal (or nothing, in an encoder) is enough.
+    That is so if nothing is cached and the window hides no token. Prompts of different lengths
+    need none either: they are padded on the right. After cached tokens is_causal would be wrong,
+    since it takes the first new token for position 0.
 
     ALiBi or a mask between documents belongs here, as a mask of floats, which SDPA adds to the
     scores: a bias where a token may look, and -inf where it may not.
@@ -209,9 +214,9 @@ def attention_mask(pos, S, window, causal):
     window_hides = 0 < window < S
     if all_new and not window_hides:
         return None
-    # compare positions, never places in the batch
     query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
     key = torch.arange(S, device=pos.device)  # (S,)
+    # without a window, all S are near enough
     mask = key > query - (window or S)        # (1 or B, 1, T, S)
     if causal:
         mask = mask & (key <= query)
@@ -224,8 +229,8 @@ def attend(q, k, v, mask, causal, scale=None):
     q (B, H, T, D), k and v (B, K, S, D)  ->  (B, H, T, D)
     The scores (B, H, T, S) are never stored; bench.py's explicit_attention writes them out.
 
-    H / K query heads share each key/value head. scale None is 1/sqrt(D). Only without a mask
-    can CUDA's flash kernel run.
+    H / K query heads share each key/value head. scale None is 1/sqrt(D). CUDA's flash kernel
+    takes is_causal, but no mask.
     """
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
@@ -252,13 +257,14 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (self.n_head, self.head_dim))     # (B, T, H, D)
         k = k.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
         v = v.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
+        # under autocast q is bf16 and the norm's weight fp32, but a norm wants one dtype
         if self.q_norm is not None:
             q = self.q_norm(q.type_as(self.q_norm.weight))
             k = self.k_norm(k.type_as(self.k_norm.weight))
         if self.rope is not None:
             q = self.rope.rotate(q, pos)
             k = self.rope.rotate(k, pos)
-        # attention wants one dtype, and heads before tokens
+        # from fp32 back to v's dtype, and heads before tokens
         q = q.type_as(v).transpose(1, 2)                      # (B, H, T, D)
         k = k.type_as(v).transpose(1, 2)                      # (B, K, T, D)
         v = v.transpose(1, 2)                                 # (B, K, T, D)
@@ -309,8 +315,8 @@ def make_mlp(cfg, layer):
 
 
 class Block(nn.Module):
-    """Attention lets the tokens look at each other, then the MLP works on each token alone.
-    Each of them adds its output to the residual stream x."""
+    """Attention lets the tokens look at each other, then the MLP works on each token alone. Each
+    of them adds its output to the residual stream x."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
@@ -322,7 +328,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, pos, mask, cache):
-        """x (B, T, C) -> x (B, T, C), and the experts' balance term, (B,) or 0.0 without."""
+        """x (B, T, C) -> x (B, T, C), and the balance term of its experts, if it has any: one
+        per row, (B,), or 0.0."""
         if self.wiring == 'pre':
             # norm before each part: GPT-2, Llama and nearly all since
             x = x + self.drop(self.attn(self.attn_norm(x), pos, mask, cache))
@@ -344,13 +351,13 @@ class Block(nn.Module):
         return self.mlp(x), 0.0
 
 
-def new_positions(x, cache):
-    """The positions of new tokens x (B, T) or (B, T, C), (1 or B, T), and how many tokens are
-    visible, S. The cache makes room for the new ones."""
+def take_positions(x, cache):
+    """The positions of new tokens x, (B, T) or (B, T, C), and S, the number of tokens that are
+    then visible. A cache makes room for the new ones."""
     T = x.shape[1]
     if cache is None:
-        return torch.arange(T, device=x.device)[None], T
-    return cache.extend(T), cache.visible
+        return torch.arange(T, device=x.device)[None], T  # (1, T): the same in all rows
+    return cache.extend(T), cache.visible                 # (B, T): each row has its own
 
 
 class Transformer(nn.Module):
@@ -373,30 +380,30 @@ class Transformer(nn.Module):
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With
-        targets (B, T), -1 for none -> the loss: mean cross-entropy in nats, a scalar."""
+        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With targets
+        (B, T), which may be -1 for no target -> the loss in nats, a scalar."""
         x, balance = self.run_blocks(idx, cache)  # (B, T, C), (B,) or 0.0
         if targets is None:
             return self.head(x if all_logits else x[:, -1:])
         refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
+        # experts add to the gradient, and nothing to the value
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
 
     def hidden(self, x, cache=None):
-        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C). A
-        cache gains T tokens per row."""
+        """Ids (B, T), or embeddings (B, T, C) -> the last block's normed output (B, T, C)."""
         return self.run_blocks(x, cache)[0]
 
     def run_blocks(self, x, cache=None):
-        """What hidden() returns, and the sum of the blocks' balance terms, (B,) or 0.0."""
+        """What hidden() returns, and the sum of the blocks' balance terms."""
         check_room(self.cfg, x, cache)
-        pos, S = new_positions(x, cache)  # (1 or B, T)
+        pos, S = take_positions(x, cache)  # (1 or B, T)
         mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
         # the embeddings enter the residual stream, and each block adds to it
         if not x.is_floating_point():
-            x = self.embed(x)             # (B, T, C)
+            x = self.embed(x)              # (B, T, C)
         if self.rope is None:
             x = x + self.embed_pos(pos)
         else:
@@ -417,11 +424,11 @@ class Transformer(nn.Module):
         return logits[..., :self.cfg.vocab_size]     # (..., V)
 
     def nll(self, x, targets):
-        """x (N, C), targets (N,) -> their negative log-likelihood, summed in fp32."""
+        """x (N, C), targets (N,) -> the targets' negative log-likelihood, summed in fp32."""
         return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
 
     def loss(self, x, targets):
-        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 without targets."""
+        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 if all are -1."""
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         if len(x) * self.cfg.vocab_size <= self.logits_at_once:
             total = self.nll(x, targets)
@@ -432,9 +439,9 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def init_weights(model):
-    """GPT-2's: normal(0, 0.02), biases zero. What a block adds to the residual stream starts
-    smaller, by 1/sqrt(2 L), since 2 L such additions follow each other. Other parameters stay
-    as their modules made them."""
+    """First weights as in GPT-2: normal(0, 0.02), and biases zero. 2 L outputs are added to the
+    residual stream, so the matrices that make them are smaller by 1/sqrt(2 L). Norms, and what a
+    module of yours sets up itself, stay as they are."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(0, 0.02)
@@ -448,7 +455,7 @@ def init_weights(model):
 
 
 def residual_weights(model):
-    """Yields the weights whose products are added to the residual stream: two per block."""
+    """Yields the weights whose products are added to the residual stream."""
     for module in model.modules():
         if isinstance(module, ToResidual):
             yield module.weight
@@ -457,15 +464,15 @@ def residual_weights(model):
 
 
 # -----------------------------------------------------------------------------------------------
-# The end of the first sitting. What follows takes the place of a part above, or goes around it.
+# The end of the first sitting. Each of the following parts takes the place of one above.
 #
 # The loss in chunks
 
 
 class ChunkedNLL(torch.autograd.Function):
     """Sum of the model's nll over chunks of tokens, whose logits never exist all at once. The
-    gradients of a chunk are made in the forward pass, right after its logits, so no product is
-    made twice."""
+    gradients of a chunk are made in the forward pass, right after its logits: nothing has to be
+    computed again in the backward pass."""
 
     @staticmethod
     def forward(ctx, nll, chunk_size, x, targets, *weights):
@@ -503,7 +510,7 @@ def nll_in_chunks(model, x, targets):
     if not torch.is_grad_enabled():
         chunks = zip(x.split(chunk_size), targets.split(chunk_size))
         return sum(model.nll(*chunk) for chunk in chunks)
-    # Whatever is not in the blocks may be used by the head, which a hacker may have changed.
+    # a head of yours may use any parameter that is not in the blocks
     in_blocks = set(model.blocks.parameters())
     weights = [p for p in model.parameters() if p not in in_blocks and p.requires_grad]
     return ChunkedNLL.apply(model.nll, chunk_size, x, targets, *weights)
@@ -565,17 +572,17 @@ def scale_frequencies(cfg, frequency):
     first = max(math.floor(pair_with(number['fast'])), 0)
     last = min(math.ceil(pair_with(number['slow'])), width - 1)
     pair = torch.arange(len(frequency), device=frequency.device)  # (D/2,)
-    slow = (pair - first) / max(last - first, 0.001)
-    slow = slow.clamp(0, 1)
+    ramp = (pair - first) / max(last - first, 0.001)
+    ramp = ramp.clamp(0, 1)
     # longer texts need sharper attention
     factor = number['factor']
     sharpen = yarn_mscale(factor, number['m']) / yarn_mscale(factor, number['m_all'])
-    return frequency * (1 - slow) + slowed * slow, sharpen
+    return frequency * (1 - ramp) + slowed * ramp, sharpen
 
 
 def yarn_mscale(factor, m):
-    """How much YaRN sharpens attention over `factor` times the trained length
-    (arXiv:2309.00071, eq. 22)."""
+    """How much YaRN sharpens attention over `factor` times the trained length (arXiv:2309.00071,
+    eq. 22)."""
     return 0.1 * m * math.log(factor) + 1
 
 
@@ -626,9 +633,10 @@ class MixtureOfExperts(nn.Module):
     # not compiled: how many tokens each expert gets is known only at run time
     @torch.compiler.disable
     def visit(self, x, chosen, weight):
-        """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts'
-        outputs (N, C)."""
-        # the N A visits sorted by expert, so that each expert reads its tokens in one product
+        """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts' outputs
+        (N, C)."""
+        # The N A visits, of which i is token i // A's, sorted by expert: each expert reads its tokens
+        # in one product.
         experts, order = chosen.flatten().sort(stable=True)         # (N A,) twice
         token = order // self.n_active                              # (N A,)
         weight = weight.flatten()[order]                            # (N A,)
@@ -674,8 +682,8 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token leaves in the cache
     one latent of kv_rank numbers, from which every head makes its key and its value, and one
     rotated key for all heads. Two forms give the same result: `expanded` (training, prefill)
-    makes the keys and values; `absorbed` (after cached tokens) reads the latents themselves, as
-    MQA with one wide head, and moves the matrices of keys and values to queries and output."""
+    makes the keys and values; `absorbed` (after cached tokens) lets attention read the latents
+    themselves, as MQA with one wide head: w_k is applied to the queries, w_v to the outputs."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
@@ -808,9 +816,9 @@ class KVCache:
         return self.pos
 
     def update(self, layer, k, v):
-        """Stores one layer's new k and v (B, K, T, D); returns all that is visible,
-        (B, K, S, D) twice."""
-        # each row has positions of its own
+        """Stores one layer's new k and v (B, K, T, D); returns all that is visible, (B, K, S, D)
+        twice."""
+        # slot pos[b, t] of row b, in all heads
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         self.k[layer][row, :, self.pos] = k.transpose(1, 2).to(self.k[layer].dtype)  # (B, T, K, D)
         self.v[layer][row, :, self.pos] = v.transpose(1, 2).to(self.v[layer].dtype)  # (B, T, K, D)
@@ -844,9 +852,8 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     (B,).
 
     temperature 0 takes the likeliest id. top_k keeps exactly the k likeliest (0: all). top_p
-    keeps an id if the likelier ones together have less than this probability
-    (arXiv:1904.09751), so always the first. A row of logits that has no finite maximum gives
-    -1.
+    keeps an id if the likelier ones together have less than this probability (arXiv:1904.09751),
+    so always the first. A row of logits that has no finite maximum gives -1.
     """
     # NaN wins a max, so a row with NaN has no finite best
     values = logits.float()                                        # (B, V)
@@ -861,9 +868,10 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     # the largest is subtracted before the division: a tiny temperature must not overflow
     probs = ((values - best) / max(temperature, 1e-30)).softmax(-1)  # (B, k)
     if top_p < 1:
+        # before == 0 is the first one, which stays even for top_p 0
         before = probs.cumsum(-1) - probs                          # (B, k)
         probs = probs.where((before < top_p) | (before == 0), 0)
-    # the id at which the running sum passes the mark, which lies strictly below the total
+    # the id at which the running sum passes the mark; one does, as the mark is below the total
     running = probs.cumsum(-1)                                     # (B, k)
     mark = noise[:, None] * (1 - 1e-6) * running[:, -1:]           # (B, 1)
     place = torch.searchsorted(running, mark, right=True)          # (B, 1)
@@ -873,8 +881,8 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
 
 def prefill(model, rows, cache):
     """Reads rows, lists of ids, into an empty cache as one batch; returns the logits after each
-    row, (B, V). Shorter rows are padded on the right, where their own tokens can't see;
-    truncate then forgets the padding."""
+    row, (B, V). Shorter rows are padded on the right, where their own tokens can't see; truncate
+    then forgets the padding."""
     device = model.embed.weight.device
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     idx = nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (B, T)
@@ -918,9 +926,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
 
     idx: prompts, (B, T) or a list of 1-D tensors; each is read once and continued `repeat`
     times. alive: one bool per row, in a list that the caller may change between steps; a dead
-    row gives -1. cache: one row per prompt, emptied first. step: the model, compiled. A row
-    that outgrows the cache goes on from the newest half of its tokens. Raises ValueError for
-    impossible arguments, FloatingPointError for logits that aren't finite.
+    row gives -1. cache: one row per prompt; it is emptied, and widened by `repeat`. step: the
+    model, compiled. A row that outgrows the cache goes on from the newest half of its tokens.
+    Raises ValueError for impossible arguments, FloatingPointError for logits that aren't finite.
     """
     prompts = [row.tolist() for row in idx]
     check_generate(model.cfg, prompts, max_new_tokens, temperature, top_k, top_p, repeat)
@@ -943,7 +951,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
         yield torch.tensor([i if on else -1 for i, on in zip(ids, alive)])
         if n + 1 == max_new_tokens or not any(alive):
             return
-        # a dead row stays in the batch, but holds nothing
+        # a dead row stays in the batch, but holds nothing; the newest tokens are not cached yet
         for row, i, on in zip(rows, ids, alive):
             row.append(i)
             if not on:

@@ -98,6 +98,7 @@ class PagedKVCache:
     def reserve(self, lengths, tables):
         """Grows the tables to hold rows of these lengths, and adopts both. A refusal changes
         nothing."""
+        # how many blocks each row lacks
         missing = [blocks_for(n, self.block) - len(table) for n, table in zip(lengths, tables)]
         if max(lengths) > self.max_len:
             raise ValueError(f'{max(lengths)} tokens are more than the {self.max_len} that this cache '
@@ -106,6 +107,7 @@ class PagedKVCache:
             raise ValueError(f'the cache needs {sum(missing)} more blocks of {self.block} tokens, but '
                              f'{len(self.free)} of {self.k.shape[1]} are free: give it more blocks, or '
                              'fewer or shorter rows')
+        # nothing can fail any more
         for n, table in zip(missing, tables):
             for _ in range(n):
                 table.append(self.free.pop())
@@ -114,6 +116,7 @@ class PagedKVCache:
     def extend(self, T):
         start = self.lengths
         self.reserve([n + T for n in start], self.tables)
+        # where the new tokens stand
         device = self.k.device
         new = torch.arange(T, device=device)                       # (T,)
         pos = torch.tensor(start, device=device)[:, None] + new    # (B, T)
@@ -131,12 +134,14 @@ class PagedKVCache:
     def store_and_gather(self, pool, new):
         """Stores new (B, K, T, D) in one layer's pool; returns all that is visible,
         (B, K, S, D)."""
+        # a position is a block, and a place in it
         pool[self.slot_block, :, self.slot_place] = new.transpose(1, 2).to(pool.dtype)  # (B, T, K, D)
         seen = pool[self.table].transpose(1, 2)         # (B, K, blocks, block, D)
         seen = seen.flatten(2, 3)[:, :, :self.visible]  # (B, K, S, D)
         return seen.to(new.dtype)
 
     def truncate(self, length):
+        # one length for all rows, or one per row
         keep = torch.as_tensor(length).expand(len(self.lengths)).tolist()
         self.lengths = [min(n, k) for n, k in zip(self.lengths, keep)]
         self.visible = max(self.lengths)
@@ -155,6 +160,7 @@ class PagedKVCache:
             tables += [table, *([] for _ in range(n - 1))]
             lengths += [length] * n
         self.reserve(lengths, tables)
+        # copy what the rows hold
         target = [block for table in self.tables for block in table]
         self.k[:, target] = self.k[:, source]
         self.v[:, target] = self.v[:, source]
@@ -257,6 +263,7 @@ class Row:
             self.end()
             return
         self.text += self.decoder.decode(self.tokenizer.decode([token]))
+        # the stop text itself is not shown
         where = self.text.find(self.stop, self.start) if self.stop else -1
         if where >= 0:
             self.text = self.text[:where]
@@ -272,6 +279,7 @@ class Row:
         back."""
         end = len(self.text)
         if not self.done:
+            # the longest such end
             for n in range(len(self.stop) - 1, 0, -1):
                 if self.text.endswith(self.stop[:n], self.start):
                     end -= n
@@ -293,6 +301,7 @@ class Screen:
             if len(self.rows) > 1 and row.shown == 0:
                 print('-' * 20)
             print(row.new_text(), end='', flush=True)
+            # the next row waits until this one has ended
             if not row.done:
                 return
             print()
@@ -309,6 +318,7 @@ def write_rows(rows, steps, alive):
                 rows[r].add(token)
                 alive[r] = not rows[r].done
         screen.show()
+    # the rows that no stop text has ended
     for row in rows:
         row.end()
     screen.show()

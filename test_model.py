@@ -1158,6 +1158,39 @@ if mode != 'one':
 '''
 
 
+GRADIENTS = '''
+import sys
+sys.path.insert(0, {here!r})
+import torch, torch.distributed as dist
+import train, test_model as t
+dist.init_process_group('gloo')
+run = train.Run(t.small(), train.Settings(compile=False, parallel=sys.argv[1]), t.CPU, torch.float32)
+weight, between, scale = run.model.blocks[0].attn.w_out.weight, [], run.scaler.scale
+def look(loss):
+    if weight.grad is not None:                                     # before a backward pass that is not the first one
+        whole = not isinstance(weight.grad, train.DTensor)
+        norms = [None] * 2
+        dist.all_gather_object(norms, (weight.grad if whole else weight.grad.full_tensor()).norm().item())
+        between.append('summed' if norms[0] == norms[1] else 'not summed')
+        between.append('whole' if whole else 'in parts')
+    return scale(loss)
+run.scaler.scale = look
+x = t.ids(6, 16, seed=train.rank())
+run.update([(part, part) for part in x.split(2)])
+train.say(' '.join(between))
+train.say(torch._dynamo.config.optimize_ddp)
+dist.barrier()
+dist.destroy_process_group()
+'''
+
+
+@pytest.mark.parametrize('mode, between', [('ddp', 'not summed whole'), ('fsdp', 'summed in parts')])
+def test_between_micro_batches_ddp_waits_with_the_sum_and_fsdp_keeps_no_whole_gradient(mode, between, tmp_path):
+    (tmp_path / 'worker.py').write_text(GRADIENTS.format(here=HERE))
+    seen, optimize_ddp = torchrun(str(tmp_path / 'worker.py'), mode).splitlines()[-2:]
+    assert seen == f'{between} {between}' and optimize_ddp == str(mode != 'ddp')
+
+
 def test_two_processes_train_and_evaluate_as_one_does(tmp_path):
     worker = str(tmp_path / 'worker.py')
     Path(worker).write_text(WORKER.format(here=HERE))
@@ -1269,6 +1302,25 @@ def test_muon_orthogonalises_each_role_by_itself(family):
             rank = int((s > s[0] * 0.02).sum())
             along = (u.T @ m.double() @ v.T).diagonal()[:rank] / max(1, m.shape[0] / m.shape[1]) ** 0.5
             assert ((along > 0.6) & (along < 1.3)).all(), (name, along)
+
+
+def test_optimizers_and_zeros_go_by_the_kind_of_a_layer_and_not_by_its_name():
+    model = small('mixtral')
+    attn = model.blocks[0].attn                                     # with parts of one's own and misleading names
+    attn.router, attn.w_down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    attn.sink, attn.add = torch.nn.Parameter(torch.ones(4)), model_file.ToResidual(64, 64)
+    name_of = {p: name for name, p in model.named_parameters()}
+    adamw, muon = train.make_optimizers(model, train.Settings())
+    decayed, plain, inner = ({name_of[p] for p in group['params']} for o in (adamw, muon) for group in o.param_groups)
+    routers = {f'blocks.{i}.mlp.router.weight' for i in range(2)}
+    assert decayed == {'embed.weight', 'lm_head.weight', *routers}
+    assert inner == {name for p, name in name_of.items() if 'blocks' in name and p.dim() > 1} - routers
+    assert plain == {name for p, name in name_of.items() if p.dim() == 1}
+    assert [group['weight_decay'] for group in adamw.param_groups] == [train.Settings.weight_decay, 0.0]
+    train.zero_outputs(model)
+    outputs = {f'blocks.{i}.{name}' for i in range(2) for name in ('attn.w_out.weight', 'mlp.w_down')}
+    assert {name for p, name in name_of.items() if not p.any()} == {*outputs, 'blocks.0.attn.add.weight',
+                                                                    'lm_head.weight'}
 
 
 def test_recomputed_activations_give_the_same_gradients():

@@ -9,6 +9,8 @@
 Presets are applied from left to right, and options win over them. On a CPU a run that was stopped and
 resumed is the same run to the last bit.
 """
+# In this order: settings and presets, processes, data, optimizers, a run and its updates, the table of cards,
+# the log and the folder of a run, the command line, and the loop. Start with the loop to see the whole first.
 import json
 import math
 import os
@@ -39,6 +41,7 @@ import prepare
 from model import (
     FAMILIES,
     Config,
+    Fused,
     MixtureOfExperts,
     Router,
     Transformer,
@@ -101,8 +104,8 @@ class Settings:
                 raise ValueError(f'{name} is {value!r}, but must be one of {", ".join(words[name])}')
 
     def due(self, every, step):
-        """Is it time, after `step` updates, for what `every` names (say 'save_every')? At the
-        end always."""
+        """Is it time, after `step` updates, for what `every` names (such as 'save_every')?
+        After the last update it always is."""
         interval = getattr(self, every)
         return step == self.steps or (interval > 0 and step % interval == 0)
 
@@ -121,7 +124,7 @@ RUNS = {
     # GPT-2 by nanoGPT's recipe, to reproduce it; OpenAI's own was never published
     'gpt2-124m': dict(FAMILIES['gpt2'], **GPT2_124M, optimizer='adamw', steps=600_000, lr=6e-4, min_lr=0.1,
                       warmup=2000, decay='cosine'),
-    # the same size and corpus by today's means
+    # the same size and corpus with newer methods
     'owt-124m': dict(GPT2_124M, qk_norm=True, zero_init=True, steps=20_000, lr=3e-3, warmup=250,
                      cooldown=0.5),
 }
@@ -143,15 +146,468 @@ def family_presets():
 PRESETS = {**RUNS, **family_presets()}
 
 # -----------------------------------------------------------------------------------------------
+# Several processes: torchrun starts one per device, and all of them run this file
+
+
+def rank():
+    """The number of this process. Only the first one, number 0, prints and writes files."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_sum(x):
+    """Sums a tensor over all processes, in place, and returns it."""
+    if world() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def from_first(value):
+    """Returns the first process's value in all processes."""
+    box = [value]
+    if world() > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def say(text):
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def local_rank():
+    """The number of this process on its own machine; -1 if torchrun did not start it."""
+    return int(os.environ.get('LOCAL_RANK', -1))
+
+
+def join_processes(settings):
+    """Connects the processes that torchrun has started, and gives each its own device."""
+    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
+        return
+    if settings.device == 'cpu' or not torch.cuda.is_available():
+        settings.device, backend = 'cpu', 'gloo'
+    else:
+        settings.device, backend = f'cuda:{local_rank()}', 'cpu:gloo,cuda:nccl'
+    # the others wait while the first process saves a large model, which can take long
+    dist.init_process_group(backend, timeout=timedelta(hours=2))
+
+
+def leave_processes():
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------------------------
+# Data
+
+
+def to_device(device, *tensors):
+    """The tensors on the device. A GPU copies them from pinned memory while this process goes
+    on."""
+    if device.type != 'cuda':
+        return [tensor.to(device) for tensor in tensors]
+    return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in tensors]
+
+
+class Data:
+    """The data set of a run. The rows of an update depend on (seed, step) alone; processes and
+    micro-batches only slice them. In the shapes, T is block_size."""
+
+    def __init__(self, name, cfg, settings, device):
+        self.name, self.cfg, self.settings, self.device = name, cfg, settings, device
+        self.train, self.val, self.meta = prepare.load_data(name)
+        # one thread reads the next batch while this one is used
+        self.reader = ThreadPoolExecutor(1)
+        self.next_step, self.next_batch = None, None
+
+    def batch(self, step):
+        """This process's part of update `step` as micro-batches, [(inputs, targets)], int64
+        (rows, T) each, on the device."""
+        if self.next_step != step:
+            self.read_ahead(step)
+        batch = self.next_batch.result()
+        self.read_ahead(step + 1)
+        return batch
+
+    def read_ahead(self, step):
+        self.next_step = step
+        self.next_batch = self.reader.submit(self.read, step)
+
+    def read(self, step):
+        T = self.cfg.block_size
+        n_rows = self.settings.batch_tokens // T
+        # a row is T + 1 tokens; integers() excludes its upper bound, so the last row may end at the last token
+        rng = np.random.default_rng([self.settings.seed, step])
+        starts = rng.integers(0, len(self.train) - T, n_rows)
+        # this process's share of the rows
+        first = rank() * n_rows // world()
+        last = (rank() + 1) * n_rows // world()
+        rows = np.stack([self.train[start:start + T + 1] for start in starts[first:last]])
+        rows = torch.from_numpy(rows.astype(np.int64))  # (rows, T + 1)
+        if rows.max() >= self.cfg.vocab_size:
+            raise Refusal(f'The data has id {rows.max()}, outside the vocabulary of '
+                          f'{self.cfg.vocab_size}: prepare it again.')
+        # the target of each token is the next token
+        micro_batches = rows.split(self.settings.micro_batch or len(rows))
+        return [to_device(self.device, part[:, :-1], part[:, 1:]) for part in micro_batches]
+
+    def windows(self):
+        """The validation tokens, at most eval_tokens of them, as `windows_of` yields them."""
+        return windows_of(self.val, self.cfg.block_size, self.device, self.settings.eval_tokens)
+
+
+def windows_of(tokens, T, device, most=2 ** 62):
+    """Yields this process's rows of consecutive windows, (inputs, targets), (rows, T) each. Each
+    of the first `most` targets occurs once, in one process; -1 is no target."""
+    n = min(len(tokens) - 1, most)
+    # every process gets the same number of rows, so the last ones may be padding
+    n_rows = math.ceil(n / (T * world())) * world()
+    inputs = np.zeros(n_rows * T, np.int64)
+    targets = np.full(n_rows * T, -1)
+    inputs[:n] = tokens[:n]
+    targets[:n] = tokens[1:n + 1]
+    # the processes take turns, row by row
+    inputs = torch.from_numpy(inputs).view(n_rows, T)[rank()::world()]
+    targets = torch.from_numpy(targets).view(n_rows, T)[rank()::world()]
+    rows_at_once = max(1, 8192 // T)
+    for batch in zip(inputs.split(rows_at_once), targets.split(rows_at_once)):
+        yield to_device(device, *batch)
+
+
+# -----------------------------------------------------------------------------------------------
+# Optimizers
+
+
+def orthogonalize(g, steps):
+    """g (n, rows, cols) -> roughly the nearest orthogonal matrices, (n, rows, cols).
+
+    Newton-Schulz's polynomial pushes every singular value towards 1 (coefficients: Keller
+    Jordan's Muon, 2024). It stays in fp32: many CPUs are slow in bf16, and a GPU uses TF32.
+    """
+    tall = g.shape[-2] > g.shape[-1]
+    x = g.mT if tall else g
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.7750 a + 2.0315 a a
+        x = torch.baddbmm(x, b, x, beta=3.4445)                 # 3.4445 x + b x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum (Jordan 2024; arXiv:2502.16982) for the blocks' matrices.
+
+    roles: {parameter: the rows of each matrix stacked in it}. Every matrix is orthogonalised by
+    itself; those of one shape make one batch. A sharded parameter is gathered first, and every
+    process does the same work.
+    """
+
+    def __init__(self, roles, lr, momentum, weight_decay, steps):
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, steps=steps)
+        super().__init__(list(roles), defaults)
+        self.roles = roles
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            updates = {p: self.momentum_of(p, group['momentum']) for p in group['params']}
+            self.orthogonalize_in_place(updates, group['steps'])
+            for p, update in updates.items():
+                if isinstance(p, DTensor):
+                    # back to the part that this process keeps
+                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                p.add_(update, alpha=-group['lr'])
+
+    def momentum_of(self, p, decay):
+        """Adds p's gradient to its momentum. Returns Nesterov's momentum, gathered if p is sharded."""
+        if p not in self.state:
+            self.state[p]['momentum'] = torch.zeros_like(p)
+        momentum = self.state[p]['momentum']
+        momentum.lerp_(p.grad, 1 - decay)
+        update = p.grad.lerp(momentum, decay)
+        return update.full_tensor() if isinstance(update, DTensor) else update
+
+    def orthogonalize_in_place(self, updates, steps):
+        """updates: {parameter: a tensor of its shape}."""
+        # sort the single matrices, which are views into the updates, by shape
+        same_shape = {}
+        for p, update in updates.items():
+            for role in update.split(self.roles[p], dim=-2):
+                # experts are a stack of matrices, (E, rows, cols)
+                matrices = role.unbind() if role.dim() == 3 else [role]
+                for matrix in matrices:
+                    same_shape.setdefault(matrix.shape, []).append(matrix)
+        # a tall matrix moves further than a wide one (Jordan)
+        for (rows, cols), matrices in same_shape.items():
+            scale = max(1, rows / cols) ** 0.5
+            orthogonal = orthogonalize(torch.stack(matrices), steps) * scale
+            for matrix, new in zip(matrices, orthogonal):
+                matrix.copy_(new)
+
+
+def muon_roles(model):
+    """The parameters that Muon updates: the matrices of the blocks' linear layers and experts,
+    but not of their routers. {parameter: the rows of each matrix stacked in it}"""
+    roles = {}
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear) and not isinstance(module, Router):
+            roles[module.weight] = [module.out_features]
+        if isinstance(module, Fused):
+            roles[module.weight] = module.roles
+        if isinstance(module, MixtureOfExperts):
+            roles[module.w_up] = module.roles
+            roles[module.w_down] = [module.w_down.shape[-2]]
+    return roles
+
+
+def make_optimizers(model, settings):
+    """[AdamW], or [AdamW, Muon] if the settings ask for Muon. AdamW decays matrices, but neither
+    biases nor the weights of norms."""
+    roles = muon_roles(model) if settings.optimizer == 'muon' else {}
+    rest = [p for p in model.parameters() if p not in roles]
+    groups = [
+        dict(params=[p for p in rest if p.dim() > 1], weight_decay=settings.weight_decay),
+        dict(params=[p for p in rest if p.dim() <= 1], weight_decay=0.0),
+    ]
+    betas = settings.beta1, settings.beta2
+    optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)]
+    if roles:
+        optimizers.append(Muon(roles, settings.muon_lr, settings.muon_momentum, settings.muon_decay,
+                               settings.muon_steps))
+    # 'lr' will change in every update; the peak is kept beside it
+    for group in groups_of(optimizers):
+        group['peak_lr'] = group['lr']
+    return optimizers
+
+
+def groups_of(optimizers):
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def lr_factor(settings, step):
+    """The learning rate of update `step`, counted from 0, as a share of its peak. It rises over
+    `warmup` updates, stays level, and falls to min_lr over the last part `cooldown` of the run."""
+    up = min(1.0, (step + 1) / (settings.warmup + 1))
+    # from 1 at the start of the cooldown to 0 at the end of the run
+    down = max(0, settings.steps - step) / max(1.0, settings.cooldown * settings.steps)
+    down = min(1.0, down)
+    if settings.decay == 'cosine':
+        down = 0.5 - 0.5 * math.cos(math.pi * down)
+    return up * (settings.min_lr + (1 - settings.min_lr) * down)
+
+
+@torch.no_grad()
+def zero_outputs(model):
+    """Zeros the weights that write to the residual stream, and an untied head. At first every
+    block then returns its input, and all next tokens are equally likely."""
+    for weight in residual_weights(model):
+        weight.zero_()
+    if model.lm_head is not None:
+        model.lm_head.weight.zero_()
+
+
+# -----------------------------------------------------------------------------------------------
+# A run: a model, its precision, its optimizers, and one update of it
+
+
+def sharded(settings):
+    """Does each process keep only a part of the model?"""
+    return world() > 1 and settings.parallel == 'fsdp'
+
+
+def compile_blocks(model, settings, device):
+    """Compiles the blocks and the loss, and lets the backward pass compute each block's
+    activations again, as the settings ask."""
+    reason = prepare.no_compiler(device)
+    if settings.compile and reason:
+        say(f'not compiled: {reason}')
+    compiles = settings.compile and not reason
+    for block in model.blocks:
+        # All blocks run the same code, which is compiled once. To compile the whole model would take 10 s more
+        # for `baby`, and save 4 ms per update.
+        if compiles:
+            block.forward = torch.compile(block.forward)
+        # around the compiled block, so that the second computation is compiled too
+        if settings.checkpoint_activations:
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
+    if compiles:
+        model.nll = torch.compile(model.nll)
+
+
+def place(model, settings, device, dtype):
+    """Moves the model to its device, compiles it, and wraps it if there are several processes.
+
+    Returns the module to call, and the context to call it in. Weights are fp32, and in that
+    context matrix products are in dtype. Parameters keep their names.
+    """
+    model.to(device)
+    if device.type == 'cuda':
+        # TF32 for products in fp32, such as Muon's
+        torch.set_float32_matmul_precision('high')
+    compile_blocks(model, settings, device)
+    if sharded(settings):
+        # each process keeps a part of every block, and gathers one block at a time, in dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(device.type, (world(),))
+        for part in [*model.blocks, model]:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        return model, nullcontext()
+    cast = nullcontext()
+    if dtype != torch.float32:
+        cast = torch.autocast(device.type, dtype)
+    if world() == 1:
+        return model, cast
+    # dynamo would cut each compiled block in two, to send some gradients earlier
+    torch._dynamo.config.optimize_ddp = False
+    devices = [device] if device.type == 'cuda' else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True), cast
+
+
+def eager():
+    """A context in which nothing is compiled, for evaluations and samples: they have many shapes,
+    and need each of them rarely."""
+    return torch.compiler.set_stance('force_eager')
+
+
+def add_gradients(run, batch):
+    """The forward and backward passes of an update of a Run, below. batch: this process's
+    micro-batches. Returns the mean loss over the targets of all processes, a tensor."""
+    # the mean loss of a micro-batch is weighted by its number of targets
+    n_targets = torch.stack([(targets != -1).sum() for _, targets in batch])
+    n_all = all_sum(n_targets.sum()).clamp(min=1)
+    # dropout differs between updates, processes and micro-batches
+    seeds = np.random.SeedSequence([run.settings.seed, run.step, rank()]).generate_state(len(batch))
+    losses = []
+    for i, (inputs, targets) in enumerate(batch):
+        # DDP sums gradients over the processes in every backward pass unless told not to. One sum, in the last
+        # backward pass, is enough. FSDP should sum in all of them: after a sum each process keeps only its part
+        # of the gradients, but until then it has to keep them whole.
+        if isinstance(run.wrapped, DistributedDataParallel):
+            run.wrapped.require_backward_grad_sync = i + 1 == len(batch)
+        torch.manual_seed(int(seeds[i]))
+        with run.cast:
+            loss = run.wrapped(inputs, targets) * n_targets[i] / n_all
+        losses.append(loss.detach())
+        # DDP and FSDP divide their sums by the number of processes, but the loss is divided by n_all already
+        run.scaler.scale(loss * world()).backward()
+    return all_sum(torch.stack(losses).sum())
+
+
+def clip_gradients(run):
+    """Limits the norm of the gradient to grad_clip. Returns the norm before that, a tensor."""
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    most = run.settings.grad_clip or math.inf
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), most)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def step_optimizers(run, norm):
+    """Lets the optimizers change the weights, and clears the gradient, which has this norm. In
+    fp16 the norm may be infinite: then the weights stay, and the scaler lowers its scale."""
+    for optimizer in run.optimizers:
+        # by itself the scaler would skip only an optimizer whose own gradients are infinite
+        if math.isfinite(norm):
+            run.scaler.step(optimizer)
+        optimizer.zero_grad()
+    run.scaler.update()
+
+
+# The state as one process has it, so that a checkpoint does not depend on the number of processes.
+WHOLE_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Run:
+    """A model in training, after `step` updates. It needs neither a data set nor a folder."""
+
+    def __init__(self, model, settings, device, dtype):
+        self.model, self.settings, self.device = model, settings, device
+        self.step = 0
+        self.wrapped, self.cast = place(model, settings, device, dtype)
+        self.optimizers = make_optimizers(model, settings)
+        # in fp16 small gradients would become 0, so the loss is scaled up; otherwise this does nothing
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def update(self, batch):
+        """One update from this process's [(inputs, targets)], (rows, T) each, -1 for no target.
+
+        Returns two floats: the mean loss over the targets of all processes, and the norm of its
+        gradient. If one of them is not finite, raises Refusal and leaves the weights as they
+        were. In fp16 an infinite norm only skips the update.
+        """
+        for group in groups_of(self.optimizers):
+            group['lr'] = group['peak_lr'] * lr_factor(self.settings, self.step)
+        self.wrapped.train()
+        loss = add_gradients(self, batch)
+        norm = clip_gradients(self)
+        # here, and only here, an update waits for the device
+        loss, norm = torch.stack((loss, norm.to(loss))).tolist()
+        may_skip = self.scaler.is_enabled()
+        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
+            raise Refusal(f'The loss is {loss}, the norm of its gradient {norm}: resume the last checkpoint '
+                          'or start anew with a lower --lr.')
+        step_optimizers(self, norm)
+        self.step += 1
+        return loss, norm
+
+    @torch.no_grad()
+    def evaluate(self, windows):
+        """The loss in nats per target over all processes' windows, (inputs, targets) each."""
+        self.wrapped.eval()
+        total = torch.zeros((), device=self.device)
+        n_all = torch.zeros((), dtype=torch.int64, device=self.device)
+        with eager(), self.cast:
+            for inputs, targets in windows:
+                n_targets = (targets != -1).sum()
+                total += self.wrapped(inputs, targets) * n_targets
+                n_all += n_targets
+        return all_sum(total).item() / all_sum(n_all).item()
+
+    def save(self, path, data, resumable=True):
+        """Writes a checkpoint. All processes call this, as each may hold a part of the state.
+        Without optimizers it is smaller, but can't be resumed."""
+        optimizers = self.optimizers if resumable else []
+        weights, optimizer_state = dcp.get_state_dict(self.model, optimizers, options=WHOLE_STATE)
+        checkpoint = dict(
+            config=asdict(self.model.cfg), model=weights, step=self.step,
+            tokenizer=data.meta['tokenizer'], data=data.meta['sha256'],
+            settings={**asdict(self.settings), 'data': data.name, 'device': ''})
+        if resumable:
+            checkpoint['optimizer'] = optimizer_state
+            checkpoint['scaler'] = self.scaler.state_dict() or None
+        if rank() == 0:
+            prepare.save_checkpoint(path, checkpoint)
+
+    def restore(self, checkpoint):
+        """Takes the optimizers' state and the step from a checkpoint. Its weights are in the
+        model already."""
+        # Loading overwrites the hyperparameters; put this run's back.
+        ours = [{**group, 'params': None} for group in groups_of(self.optimizers)]
+        dcp.set_optimizer_state_dict(self.model, self.optimizers, checkpoint['optimizer'], options=WHOLE_STATE)
+        for group, values in zip(groups_of(self.optimizers), ours):
+            group.update(values, params=group['params'])
+        if checkpoint['scaler']:
+            self.scaler.load_state_dict(checkpoint['scaler'])
+        self.step = checkpoint['step']
+
+
+# -----------------------------------------------------------------------------------------------
 # The table of cards
 #
-# Dense figures, never the sparse ones. Sources: NVIDIA's data sheets; its white papers on GA102, Ada and
-# RTX Blackwell for GeForce; AWS on the A10G; AMD's data sheet; Apple's announcements. fp32 is torch's
-# default, without TF32. On GeForce the 16-bit figure is that with fp32 accumulation, half the headline.
+# Dense figures, not those for sparse matrices. Sources: NVIDIA's data sheets; its white papers on GA102, Ada
+# and RTX Blackwell for GeForce; AWS on the A10G; AMD's data sheet; Apple's announcements. fp32 is without
+# TF32. On GeForce the 16-bit figure is with fp32 accumulation, half of the advertised one.
 
-PEAKS = {  # the first entry counts whose words are all in the driver's name
-    # words          TFLOP/s bf16, fp16, fp32; GB/s, GB. None: no such units, or no figure
+PEAKS = {
+    # words          TFLOP/s in bf16, fp16, fp32; GB/s; GB. None: no such units, or no published figure
     'T4': (None, 65, 8.1, 320, 16),
+    'V100 PCIe': (None, 112, 14.0, 900, 16),
     'V100': (None, 125, 15.7, 900, 16),
     'A10G': (70, 70, 35, 600, 24),
     'L4': (121, 121, 30.3, 300, 24),
@@ -172,17 +628,20 @@ PEAKS = {  # the first entry counts whose words are all in the driver's name
     'M1': (None, None, 2.6, 68, 16),
     'M2': (None, None, 3.6, 100, 24),
 }
-# a name with one of these words is a different card
+# A name with one of these words is a different card, which is not in the table.
 ANOTHER_CARD = {'TI', 'SUPER', 'D', 'LAPTOP', 'PRO', 'MAX', 'ULTRA', 'Q', 'MIG', 'ADA', 'GRID'}
 
 
 def peak(name):
-    """The figures of a device, {'bf16', 'fp16', 'fp32', 'gbs', 'gb'}, by its driver's name or a
-    short one. None if the table does not have it."""
+    """The figures of a card, {'bf16', 'fp16', 'fp32', 'gbs', 'gb'}. name: as its driver prints
+    it, or short like 'H100'. None if the table does not have it."""
     words = set(re.split(r'[\s-]+', name.strip().upper()))
+    if ANOTHER_CARD & words:
+        return None
+    # the first entry whose words are all in the name
     for entry, figures in PEAKS.items():
         wanted = set(entry.upper().split())
-        if wanted <= words and not ANOTHER_CARD & words:
+        if wanted <= words:
             return dict(zip(('bf16', 'fp16', 'fp32', 'gbs', 'gb'), figures))
     return None
 
@@ -198,444 +657,25 @@ def device_name(device):
 
 
 def peak_tflops(device, dtype):
-    """Dense TFLOP/s of a torch.device in a torch.dtype; None where the table has none."""
+    """Dense TFLOP/s of a torch.device in a torch.dtype; None where the table has no figure."""
     figures = peak(device_name(device)) or {}
     names = {torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.float32: 'fp32'}
     return figures.get(names[dtype])
 
 
 # -----------------------------------------------------------------------------------------------
-# Processes: torchrun starts one per device
-
-
-def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world():
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def all_sum(x):
-    """The sum of a tensor over all processes, in place."""
-    if world() > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def from_first(value):
-    """The first process's value, in all processes."""
-    box = [value]
-    if world() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
-
-
-def say(text):
-    if rank() == 0:
-        print(text, flush=True)
-
-
-def start_processes(settings, local):
-    """Joins the processes that torchrun has started, if it has; `local` is this one's number on
-    its node."""
-    if int(os.environ.get('WORLD_SIZE', 1)) == 1:
-        return
-    if settings.device == 'cpu' or not torch.cuda.is_available():
-        settings.device, backend = 'cpu', 'gloo'
-    else:
-        settings.device, backend = f'cuda:{local}', 'cpu:gloo,cuda:nccl'
-    # while the first process saves a large model, the others wait for it
-    dist.init_process_group(backend, timeout=timedelta(hours=2))
-
-
-def stop_processes():
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-# -----------------------------------------------------------------------------------------------
-# Data
-
-
-def to_device(device, *tensors):
-    """The tensors on the device. A GPU fetches them from pinned memory, and nothing here waits
-    for it."""
-    if device.type != 'cuda':
-        return [tensor.to(device) for tensor in tensors]
-    return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in tensors]
-
-
-class Data:
-    """A data set, as a run reads it. The rows of an update depend on (seed, step) alone;
-    processes and micro-batches only slice them."""
-
-    def __init__(self, name, cfg, settings, device):
-        self.name, self.cfg, self.settings, self.device = name, cfg, settings, device
-        self.train, self.val, self.meta = prepare.load_data(name)
-        self.reader = ThreadPoolExecutor(1)
-        self.ahead = None  # the next update's batch, and its step
-
-    def batch(self, step):
-        """This process's part of update `step`, [(inputs, targets)], int64 (rows, T) each, on
-        the device. The next update's part is read meanwhile."""
-        if self.ahead is None or self.ahead[0] != step:
-            self.ahead = step, self.reader.submit(self.read, step)
-        batch = self.ahead[1].result()
-        self.ahead = step + 1, self.reader.submit(self.read, step + 1)
-        return batch
-
-    def read(self, step):
-        T = self.cfg.block_size
-        n_rows = self.settings.batch_tokens // T
-        # the bound is exclusive: the last window starts at len - T - 1
-        rng = np.random.default_rng([self.settings.seed, step])
-        starts = rng.integers(0, len(self.train) - T, n_rows)
-        # this process's rows
-        first, last = rank() * n_rows // world(), (rank() + 1) * n_rows // world()
-        rows = np.stack([self.train[start:start + T + 1] for start in starts[first:last]])
-        rows = torch.from_numpy(rows.astype(np.int64))  # (rows, T + 1)
-        if rows.max() >= self.cfg.vocab_size:
-            raise Refusal(f'The data has id {rows.max()}, outside the vocabulary of '
-                          f'{self.cfg.vocab_size}: prepare it again.')
-        # the target of each token is the next one
-        micro_batches = rows.split(self.settings.micro_batch or len(rows))
-        return [to_device(self.device, part[:, :-1], part[:, 1:]) for part in micro_batches]
-
-    def windows(self):
-        """The validation tokens, at most eval_tokens of them, as `windows_of` gives them."""
-        return windows_of(self.val, self.cfg.block_size, self.device, self.settings.eval_tokens)
-
-
-def windows_of(tokens, T, device, most=2 ** 62):
-    """Yields (inputs, targets), (rows, T) each, of consecutive windows: each of the first
-    `most` targets once. Every process gets as many rows; where there is no target, it is -1."""
-    n = min(len(tokens) - 1, most)
-    n_rows = math.ceil(n / (T * world())) * world()
-    inputs = np.zeros(n_rows * T, np.int64)
-    targets = np.full(n_rows * T, -1)
-    inputs[:n], targets[:n] = tokens[:n], tokens[1:n + 1]
-    inputs = torch.from_numpy(inputs).view(n_rows, T)[rank()::world()]
-    targets = torch.from_numpy(targets).view(n_rows, T)[rank()::world()]
-    rows_at_once = max(1, 8192 // T)
-    for batch in zip(inputs.split(rows_at_once), targets.split(rows_at_once)):
-        yield to_device(device, *batch)
-
-
-# -----------------------------------------------------------------------------------------------
-# Optimizers
-
-
-def orthogonalize(g, steps):
-    """g (n, rows, cols) -> roughly the nearest orthogonal matrices. Newton-Schulz's polynomial
-    pushes every singular value towards 1 (coefficients: Keller Jordan's Muon, 2024). In fp32
-    everywhere: many CPUs crawl in bf16, and a GPU has TF32."""
-    tall = g.shape[-2] > g.shape[-1]
-    x = g.mT if tall else g
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        a = x @ x.mT
-        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, b, x, beta=3.4445)
-    return x.mT if tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan 2024; arXiv:2502.16982), for the blocks' matrices.
-
-    roles: for each parameter the rows of the matrices that are stacked in it. Each matrix is
-    orthogonalised by itself, all of one shape in one batch. A sharded parameter is gathered
-    first, and every process does the same work.
-    """
-
-    def __init__(self, roles, lr, momentum, weight_decay, steps):
-        super().__init__(list(roles), dict(lr=lr, momentum=momentum, weight_decay=weight_decay, steps=steps))
-        self.roles = roles
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            updates = [self.momentum_of(p, group['momentum']) for p in group['params']]
-            self.orthogonalize_in_place(zip(group['params'], updates), group['steps'])
-            for p, update in zip(group['params'], updates):
-                if isinstance(p, DTensor):
-                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-                p.mul_(1 - group['lr'] * group['weight_decay'])
-                p.add_(update, alpha=-group['lr'])
-
-    def momentum_of(self, p, decay):
-        """Takes in p's gradient; returns Nesterov's momentum, whole, like p in shape."""
-        if p not in self.state:
-            self.state[p]['momentum'] = torch.zeros_like(p)
-        momentum = self.state[p]['momentum']
-        momentum.lerp_(p.grad, 1 - decay)
-        update = p.grad.lerp(momentum, decay)
-        return update.full_tensor() if isinstance(update, DTensor) else update
-
-    def orthogonalize_in_place(self, updates, steps):
-        """updates: (parameter, tensor of its shape) pairs."""
-        # views into the updates, by shape
-        same_shape = {}
-        for p, update in updates:
-            for role in update.split(self.roles[p], dim=-2):
-                # experts are a stack of matrices, (E, rows, cols)
-                matrices = role.unbind() if role.dim() == 3 else [role]
-                for matrix in matrices:
-                    same_shape.setdefault(matrix.shape, []).append(matrix)
-        for (rows, cols), matrices in same_shape.items():
-            scale = max(1, rows / cols) ** 0.5
-            orthogonal = orthogonalize(torch.stack(matrices), steps) * scale
-            for matrix, new in zip(matrices, orthogonal):
-                matrix.copy_(new)
-
-
-def muon_roles(model):
-    """The parameters that Muon updates: the matrices of the blocks, the routers aside.
-    {parameter: rows of each matrix stacked in it}."""
-    roles = {}
-    for module in model.blocks.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, Router):
-            roles[module.weight] = getattr(module, 'roles', [module.out_features])
-        if isinstance(module, MixtureOfExperts):
-            roles[module.w_up] = module.roles
-            roles[module.w_down] = [module.w_down.shape[-2]]
-    return roles
-
-
-def make_optimizers(model, settings):
-    """AdamW and, if the settings ask for it, Muon. Weight decay is for matrices only."""
-    roles = muon_roles(model) if settings.optimizer == 'muon' else {}
-    rest = [p for p in model.parameters() if p not in roles]
-    groups = [
-        dict(params=[p for p in rest if p.dim() > 1], weight_decay=settings.weight_decay),
-        dict(params=[p for p in rest if p.dim() <= 1], weight_decay=0.0),
-    ]
-    betas = settings.beta1, settings.beta2
-    optimizers = [torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)]
-    if roles:
-        optimizers.append(Muon(roles, settings.muon_lr, settings.muon_momentum, settings.muon_decay,
-                               settings.muon_steps))
-    for group in groups_of(optimizers):
-        group['peak_lr'] = group['lr']
-    return optimizers
-
-
-def groups_of(optimizers):
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def lr_factor(settings, step):
-    """The learning rate of update `step`, counted from 0, as a share of its peak: up over
-    `warmup` updates, level, then down to min_lr over the last part `cooldown` of the run."""
-    up = min(1.0, (step + 1) / (settings.warmup + 1))
-    left = max(0, settings.steps - step) / max(1.0, settings.cooldown * settings.steps)
-    left = min(1.0, left)
-    share = left
-    if settings.decay == 'cosine':
-        share = 0.5 - 0.5 * math.cos(math.pi * left)
-    return up * (settings.min_lr + (1 - settings.min_lr) * share)
-
-
-@torch.no_grad()
-def zero_outputs(model):
-    """Zeros what a block adds to the residual stream, and an untied head: every block starts as
-    the identity, and every token as likely as any."""
-    for weight in residual_weights(model):
-        weight.zero_()
-    if model.lm_head is not None:
-        model.lm_head.weight.zero_()
-
-
-# -----------------------------------------------------------------------------------------------
-# A run: the model, how it is called, and its optimizers
-
-
-def compile_blocks(model, settings, device):
-    """Compiles the blocks and the loss, and makes blocks that are computed again in the
-    backward pass."""
-    reason = prepare.no_compiler(device)
-    compiles = settings.compile and not reason
-    if settings.compile and reason:
-        say(f'not compiled: {reason}')
-    for block in model.blocks:
-        # The code of one block serves all. Compiling the whole of `baby` would take 10 s more, and save
-        # 4 ms per update.
-        if compiles:
-            block.forward = torch.compile(block.forward)
-        # around the compiled block, so that it is compiled code that is run again
-        if settings.checkpoint_activations:
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
-    if compiles:
-        model.nll = torch.compile(model.nll)
-
-
-def place(model, settings, device, dtype):
-    """Brings the model to its device, compiled, and spreads it over the processes. Returns what
-    to call in training, and the autocast context of the calls. No parameter changes its name."""
-    model.to(device)
-    if device.type == 'cuda':
-        # TF32 for Muon's fp32 products
-        torch.set_float32_matmul_precision('high')
-    compile_blocks(model, settings, device)
-    cast = nullcontext()
-    if dtype != torch.float32:
-        cast = torch.autocast(device.type, dtype)
-    if world() == 1:
-        return model, cast
-    if settings.parallel == 'ddp':
-        # dynamo would cut each compiled block in two, to send gradients earlier
-        torch._dynamo.config.optimize_ddp = False
-        devices = [device] if device.type == 'cuda' else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True), cast
-    # each process keeps a part of every block, and gathers one block at a time
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(device.type, (world(),))
-    for part in [*model.blocks, model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    return model, nullcontext()
-
-
-def eager():
-    """Nothing is compiled in this context: evaluations and samples have many shapes, each used
-    rarely."""
-    return torch.compiler.set_stance('force_eager')
-
-
-# a state that is one file in every mode, with plain names
-WHOLE_STATE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class Run:
-    """A model in training, after `step` updates. It needs no data set and no folder."""
-
-    def __init__(self, model, settings, device, dtype):
-        self.model, self.settings, self.device = model, settings, device
-        self.step = 0
-        self.wrapped, self.cast = place(model, settings, device, dtype)
-        self.optimizers = make_optimizers(model, settings)
-        self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
-
-    def update(self, batch):
-        """One update from this process's [(inputs, targets)], (rows, T) each, -1 for no target.
-
-        Returns the loss, a mean over the targets of the global batch, and the norm of its
-        gradient. If they aren't finite, raises Refusal before the weights are touched; with
-        fp16's scaler an infinite gradient only skips the update.
-        """
-        factor = lr_factor(self.settings, self.step)
-        for group in groups_of(self.optimizers):
-            group['lr'] = group['peak_lr'] * factor
-        self.wrapped.train()
-        loss = self.add_gradients(batch)
-        norm = self.clip()
-        # the one wait for the device
-        loss, norm = torch.stack((loss, norm.to(loss))).tolist()
-        if not math.isfinite(loss) or not (self.scaler or math.isfinite(norm)):
-            raise Refusal(f'The loss is {loss}, the norm of its gradient {norm}: resume the last checkpoint '
-                          'or start anew with a lower --lr.')
-        self.move(norm)
-        self.step += 1
-        return loss, norm
-
-    def add_gradients(self, batch):
-        """The backward passes of all micro-batches; returns the loss, a tensor."""
-        # each micro-batch's mean loss counts as much as it has targets
-        targets_in = torch.stack([(targets != -1).sum() for _, targets in batch])
-        in_all = all_sum(targets_in.sum()).clamp(min=1)
-        # dropout's seeds
-        seeds = np.random.SeedSequence([self.settings.seed, self.step, rank()]).generate_state(len(batch))
-        losses = []
-        for i, (inputs, targets) in enumerate(batch):
-            # DDP sums gradients over the processes in every backward pass unless told not to, and one sum,
-            # after the last, is enough. FSDP should go on summing: it keeps only a part of each sum.
-            if isinstance(self.wrapped, DistributedDataParallel):
-                self.wrapped.require_backward_grad_sync = i + 1 == len(batch)
-            torch.manual_seed(int(seeds[i]))
-            with self.cast:
-                loss = self.wrapped(inputs, targets) * targets_in[i] / in_all
-            losses.append(loss.detach())
-            # DDP and FSDP average over the processes; here they should sum
-            loss = loss * world()
-            if self.scaler:
-                loss = self.scaler.scale(loss)
-            loss.backward()
-        return all_sum(torch.stack(losses).sum())
-
-    def clip(self):
-        """Limits the norm of the gradient; returns what it was before, a tensor."""
-        if self.scaler:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
-        most = self.settings.grad_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def move(self, norm):
-        """Lets the optimizers change the weights."""
-        for optimizer in self.optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            elif math.isfinite(norm):  # by itself the scaler would skip only one of two optimizers
-                self.scaler.step(optimizer)
-            optimizer.zero_grad()
-        if self.scaler:
-            self.scaler.update()
-
-    @torch.no_grad()
-    def evaluate(self, windows):
-        """Nats per target over all processes' windows, (inputs, targets) each."""
-        self.wrapped.eval()
-        total = torch.zeros((), device=self.device)
-        n = torch.zeros((), device=self.device)
-        with eager():
-            for inputs, targets in windows:
-                n_targets = (targets != -1).sum()
-                with self.cast:
-                    total += self.wrapped(inputs, targets) * n_targets
-                n += n_targets
-        return (all_sum(total) / all_sum(n)).item()
-
-    def save(self, path, data, resumable=True):
-        """Writes a checkpoint. All processes call it: a sharded state is gathered in the first
-        one."""
-        optimizers = self.optimizers if resumable else []
-        weights, optimizer_state = dcp.get_state_dict(self.model, optimizers, options=WHOLE_STATE)
-        checkpoint = dict(
-            config=asdict(self.model.cfg), model=weights, step=self.step,
-            tokenizer=data.meta['tokenizer'], data=data.meta['sha256'],
-            settings={**asdict(self.settings), 'data': data.name, 'device': ''})
-        if resumable:
-            scaler = self.scaler.state_dict() if self.scaler else None
-            checkpoint.update(optimizer=optimizer_state, scaler=scaler)
-        if rank() == 0:
-            prepare.save_checkpoint(path, checkpoint)
-
-    def restore(self, checkpoint):
-        """Brings optimizers, scaler and step back. The weights are in the model already."""
-        # Loading overwrites the learning rates and so on; put this run's back.
-        ours = [dict(group, params=None) for group in groups_of(self.optimizers)]
-        dcp.set_optimizer_state_dict(self.model, self.optimizers, checkpoint['optimizer'], options=WHOLE_STATE)
-        for group, values in zip(groups_of(self.optimizers), ours):
-            group.update(values, params=group['params'])
-        if self.scaler and checkpoint['scaler']:
-            self.scaler.load_state_dict(checkpoint['scaler'])
-        self.step = checkpoint['step']
-
-
-# -----------------------------------------------------------------------------------------------
-# What a run prints and leaves in its folder
+# What a run prints, and what it keeps in its folder
 
 
 def read_log(path):
-    """The lines of a log.jsonl, as dicts. A last line that a crash has cut is left out."""
+    """The lines of a log.jsonl, as dicts. A last line that was cut off by a crash is left out."""
     lines = prepare.read_text(path).splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith('}\n')]
 
 
 def draw(path, curves, **settings):
-    """Draws curves, {label: (xs, ys)}, into a PNG, where matplotlib is installed. settings: of
-    the axes."""
+    """Draws curves, {label: (xs, ys)}, to a PNG file. settings: matplotlib's, of the axes.
+    Without matplotlib there is no picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -650,12 +690,12 @@ def draw(path, curves, **settings):
 
 
 class Log:
-    """The lines of progress, log.jsonl and loss.png. Only the first process writes."""
+    """The lines of progress, log.jsonl and loss.png, all written by the first process."""
 
     def __init__(self, run, device, dtype):
-        self.folder, self.settings = run.settings.out, run.settings
-        self.path = os.path.join(self.folder, 'log.jsonl')
-        # a resumed run repeats what came after its checkpoint
+        self.settings = run.settings
+        self.path = os.path.join(self.settings.out, 'log.jsonl')
+        # a resumed run keeps the lines up to its checkpoint; it will repeat the later ones
         lines = read_log(self.path) if run.step else []
         lines = from_first([line for line in lines if line['step'] <= run.step])
         self.val_losses = {line['step']: line['val_loss'] for line in lines if 'val_loss' in line}
@@ -663,80 +703,81 @@ class Log:
             with prepare.write_atomically(self.path) as file:
                 for line in lines:
                     file.write(json.dumps(line).encode() + b'\n')
-        # for MFU
+        # for MFU, the share of the cards' peak that is used; a backward pass costs twice a forward pass
         cfg = run.model.cfg
         self.flops_per_token = 3 * flops_per_token(cfg, cfg.block_size)
-        tf32 = device.type == 'cuda' and dtype == torch.float32  # on, see place(); the table has no peak for it
-        self.peak = None if tf32 else peak_tflops(device, dtype)
-        # updates and their seconds since the last line
-        self.n, self.seconds = 0, 0.0
-        self.began = time.perf_counter()
-        self.compiling = True
+        self.peak_flops = 1e12 * world() * (peak_tflops(device, dtype) or 0)
+        if device.type == 'cuda' and dtype == torch.float32:
+            # a GPU uses TF32 here, for which the table has no figure
+            self.peak_flops = 0
+        # updates since the last line of progress, and their seconds
+        self.n_updates, self.seconds = 0, 0.0
+        self.is_first = True
 
     def write(self, **line):
         if rank() == 0:
             with open(self.path, 'a') as file:
                 file.write(json.dumps(line) + '\n')
 
-    def start(self):
-        """An update begins."""
-        self.started = time.perf_counter()
-
-    def update(self, step, loss, norm):
-        """An update has ended; now and then a line says so."""
-        # the first one's time is the compiler's
-        if not self.compiling:
-            self.seconds += time.perf_counter() - self.started
-            self.n += 1
-        self.compiling = False
+    def update(self, step, loss, norm, seconds):
+        """Notes an update, and prints and writes a line every log_every updates."""
+        # in the first update most of the time is the compiler's
+        if not self.is_first:
+            self.n_updates += 1
+            self.seconds += seconds
+        self.is_first = False
         if not self.settings.due('log_every', step):
             return
         lr = self.settings.lr * lr_factor(self.settings, step - 1)
-        seconds = self.seconds / max(1, self.n)
-        rate = self.settings.batch_tokens / seconds if self.n else 0.0
-        mfu = None
-        if self.peak:
-            mfu = rate * self.flops_per_token / (self.peak * 1e12 * world())
-        left = timedelta(seconds=int((self.settings.steps - step) * seconds))
+        seconds = self.seconds / max(1, self.n_updates)
+        rate = self.settings.batch_tokens / seconds if seconds else 0.0
+        mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         shown_mfu = f'{mfu:.1%}' if mfu else 'n/a'
+        left = timedelta(seconds=int((self.settings.steps - step) * seconds))
         say(f'{step:>7}/{self.settings.steps}  loss {loss:.4f}  lr {lr:.1e}  {1000 * seconds:.0f} ms  '
             f'{rate:,.0f} tokens/s  MFU {shown_mfu}  {left} left')
-        # JSON has no infinity; fp16's scaler has skipped such an update
+        # fp16's norm may be infinite, which JSON can't say
         norm = norm if math.isfinite(norm) else None
         self.write(step=step, loss=loss, lr=lr, ms=1000 * seconds, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
-        self.n, self.seconds = 0, 0.0
+        self.n_updates, self.seconds = 0, 0.0
 
     def evaluation(self, step, loss):
         self.val_losses[step] = loss
         self.write(step=step, val_loss=loss)
 
-    def draw(self):
+    def best(self):
+        """The lowest validation loss so far."""
+        return min(self.val_losses.values(), default=math.inf)
+
+    def draw_losses(self):
         if rank() != 0:
             return
-        lines, curves = read_log(self.path), {}
+        curves = {}
         for key in ('loss', 'val_loss'):
-            points = [(line['step'], line[key]) for line in lines if key in line]
+            points = [(line['step'], line[key]) for line in read_log(self.path) if key in line]
             if points:
                 curves[key] = list(zip(*points))
-        draw(os.path.join(self.folder, 'loss.png'), curves, xlabel='update', ylabel='nats per token')
+        path = os.path.join(self.settings.out, 'loss.png')
+        draw(path, curves, xlabel='update', ylabel='nats per token')
 
 
 @contextmanager
 def locked(folder):
-    """Keeps a second run out of the folder while this one writes there, where the system can
-    lock one."""
-    os.makedirs(folder, exist_ok=True)
-    if os.name == 'nt':
+    """A context in which no second run can write to the folder, if the system can lock folders.
+    The first process holds the lock. Raises Refusal if another run has it."""
+    if rank() != 0 or os.name == 'nt':
         yield
         return
     import fcntl
+    os.makedirs(folder, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refusal(f'Another run writes to {folder}: wait for its end, or take another --out.') from None
     except OSError:
-        pass  # a file system without locks
+        # this file system has no locks
+        pass
     try:
         yield
     finally:
@@ -744,14 +785,16 @@ def locked(folder):
 
 
 def move_old_run(folder):
-    """Moves all that an older run has left in the folder to previous_1, previous_2, ..."""
-    if not os.path.exists(os.path.join(folder, 'ckpt.pt')):
+    """Moves what an older run has left in the folder to its subfolder previous_1, or the next
+    number that is free."""
+    if rank() != 0 or not os.path.exists(os.path.join(folder, 'ckpt.pt')):
         return
     for n in count(1):
         aside = f'{folder}/previous_{n}'
         if not os.path.exists(aside):
             break
     os.mkdir(aside)
+    # ckpt.pt comes last: if this is cut off, the next run moves the rest
     for file in ('best.pt', 'log.jsonl', 'loss.png', 'ckpt.pt'):
         with suppress(FileNotFoundError):
             os.replace(os.path.join(folder, file), os.path.join(aside, file))
@@ -759,25 +802,27 @@ def move_old_run(folder):
 
 
 class Signals:
-    """Ctrl-C and SIGTERM stop a run after its current update; the second time at once."""
+    """Ctrl-C and SIGTERM stop a run after its current update; a second one stops it at once."""
 
     def __init__(self):
-        self.numbers = []
+        self.received = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
-        self.numbers.append(number)
+        self.received.append(number)
         signal.signal(number, signal.SIG_DFL)
         say('stopping after this update; the same signal again stops at once')
 
-    def came(self):
-        """Has a signal come, to any of the processes? All ask together, and get the same
-        answer."""
-        return bool(all_sum(torch.tensor(float(len(self.numbers)))))
+    def stopped(self):
+        """Has any process received a signal? All processes call this together, once per update,
+        and all get the same answer."""
+        n = torch.tensor(float(len(self.received)))
+        return bool(all_sum(n))
 
     def exit_code(self):
-        number = self.numbers[0] if self.numbers else signal.SIGTERM  # none here: another process got it
+        # if only another process received one, this process takes it for SIGTERM
+        number = self.received[0] if self.received else signal.SIGTERM
         return 128 + number
 
 
@@ -793,51 +838,54 @@ def default_run(device):
 
 def configure(argv):
     """The command line -> Config values, Settings, and the checkpoint to start from, or None."""
-    flags = {word[2:].partition('=')[0] for word in argv if word.startswith('--')}
     asked = prepare.command_line(argv, __doc__, Config, Settings, presets=PRESETS)
+    # `asked` has the presets' values too, `flagged` only those of options
+    flags = {word[2:].partition('=')[0] for word in argv if word.startswith('--')}
+    flagged = {name: asked[name] for name in flags & asked.keys()}
+    # the preset of a run comes first; without --out the folder is named after all presets
     names = asked.pop('presets')
     if not RUNS.keys() & names:
         names = [default_run(asked.get('device', '')), *names]
     if asked.get('init'):
         names = [*names, 'tuned']
     out = asked.get('out') or os.path.join(prepare.ROOT, 'out', '-'.join(names))
-    flagged = {name: asked[name] for name in flags & asked.keys()}
     if asked.get('resume'):
         return configure_resumed(asked, flagged, out)
-    # a preset's values, then what was asked for; a checkpoint's Config in place of both
     values = {**RUNS.get(names[0], {}), **asked, 'out': out}
     settings = prepare.build(Settings, values)
     if not settings.init:
         return values, settings, None
+    # the checkpoint says what the model is, not the presets
     checkpoint = prepare.load_checkpoint(settings.init)
     return {**checkpoint['config'], **flagged}, settings, checkpoint
 
 
 def configure_resumed(asked, flagged, out):
-    """The run in the folder `out` goes on, with other settings where they were given as flags.
-    Model, data and optimizer must stay what they are."""
+    """The same, to go on with the run in the folder `out`. Options may change its settings, but
+    not its model, data set and optimizer."""
     checkpoint = prepare.load_checkpoint(out)
     if 'optimizer' not in checkpoint:
         raise Refusal(f'{out} has no optimizer to resume with; start from its weights with --init={out}.')
     old = checkpoint['settings']
     fixed = {**checkpoint['config'], 'data': old['data'], 'optimizer': old['optimizer']}
     wanted = {**fixed, **{name: value for name, value in asked.items() if value != ''}}
-    # a 0 becomes what it stands for
+    # Config puts a value in place of each 0 that means "derived"
     wanted.update(asdict(prepare.build(Config, wanted)))
-    for name, have in fixed.items():
-        if wanted[name] != have:
-            raise Refusal(f'{name} is {wanted[name]}, but the run in {out} has {have}: resume with that, or '
+    for name, value in fixed.items():
+        if wanted[name] != value:
+            raise Refusal(f'{name} is {wanted[name]}, but the run in {out} has {value}: resume with that, or '
                           'start anew with another --out.', 2)
     settings = prepare.build(Settings, {**old, **flagged, 'out': out})
     return checkpoint['config'], settings, checkpoint
 
 
 def config_for(values, settings, checkpoint, name, meta):
-    """The Config of a run on the data set `name`; refuses what does not go together."""
+    """The Config of a run on the data set `name`, from Config values. Raises Refusal if the
+    model, the data set, the batch and the checkpoint do not fit together."""
     if checkpoint and checkpoint['tokenizer'] != meta['tokenizer']:
         theirs, ours = (t.get('name', t['kind']) for t in (checkpoint['tokenizer'], meta['tokenizer']))
-        raise Refusal(f'The checkpoint speaks {theirs}, the data set {name} {ours}: prepare it with '
-                      '--tokenizer.')
+        raise Refusal(f'The checkpoint has the tokenizer {theirs}, the data set {name} has {ours}: prepare '
+                      'it with --tokenizer.')
     if settings.resume and checkpoint['data'] != meta['sha256']:
         raise Refusal(f'The data set {name} is not the one that this run began with: prepare it as it was.')
     vocab_size = values.get('vocab_size', meta['vocab_size'])
@@ -857,7 +905,7 @@ def config_for(values, settings, checkpoint, name, meta):
 
 
 def make_model(cfg, settings, checkpoint):
-    """The model with a checkpoint's weights, or with the weights that the seed draws."""
+    """A model with the checkpoint's weights; without a checkpoint, with those that the seed gives."""
     torch.manual_seed(settings.seed)
     model = Transformer(cfg)
     if checkpoint:
@@ -867,25 +915,12 @@ def make_model(cfg, settings, checkpoint):
     return model
 
 
-def main(argv):
-    local = int(os.environ.get('LOCAL_RANK', -1))
-    if 0 <= local < torch.cuda.device_count():
-        torch.cuda.set_device(local)
-    values, settings, checkpoint = configure(argv)
-    start_processes(settings, local)
-    with locked(settings.out) if rank() == 0 else nullcontext():
-        code = prepare_and_train(values, settings, checkpoint)
-    stop_processes()
-    if code:
-        sys.exit(code)
-
-
-def prepare_and_train(values, settings, checkpoint):
-    """Makes all that a run needs, and trains. Returns the process's exit code."""
+def prepare_run(values, settings, checkpoint):
+    """Returns the Run, its Data and its Log."""
     device, dtype = prepare.pick_device(settings.device, settings.dtype)
-    if dtype == torch.float16 and world() > 1 and settings.parallel == 'fsdp':
+    if dtype == torch.float16 and sharded(settings):
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
-    # one process makes the data for all
+    # the first process makes the data set if it is missing; the others wait
     name = from_first(prepare.find_data(settings.data) if rank() == 0 else '')
     meta = prepare.load_data(name)[-1]
     cfg = config_for(values, settings, checkpoint, name, meta)
@@ -893,7 +928,7 @@ def prepare_and_train(values, settings, checkpoint):
     run = Run(make_model(cfg, settings, checkpoint), settings, device, dtype)
     if settings.resume:
         run.restore(checkpoint)
-    elif rank() == 0:
+    else:
         move_old_run(settings.out)
     log = Log(run, device, dtype)
     if run.step >= settings.steps and run.step in log.val_losses:
@@ -902,74 +937,85 @@ def prepare_and_train(values, settings, checkpoint):
     n_parameters = sum(p.numel() for p in run.model.parameters())
     say(f'{n_parameters:,} parameters, {len(data.train):,} tokens of {name}, {settings.steps:,} updates of '
         f'{settings.batch_tokens:,} tokens; {device} x {world()}, {str(dtype)[6:]}; {settings.out}')
-    signals = Signals()
-    train(run, data, log, signals)
-    return say_goodbye(run, data, log, signals)
+    return run, data, log
 
 
 # -----------------------------------------------------------------------------------------------
 # The loop
 
 
-def train(run, data, log, signals):
+def training_loop(run, data, log, signals):
     """Trains until the last update, or until a signal comes."""
-    settings, stop = run.settings, False
-    # an evaluation that was cut off is made up for
-    if run.step > 0 and settings.due('eval_every', run.step) and run.step not in log.val_losses:
-        evaluate(run, data, log)
-    while run.step < settings.steps and not stop:
+    settings = run.settings
+    # a run may have ended after its checkpoint, but before the evaluation that was due
+    evaluation_due = run.step > 0 and settings.due('eval_every', run.step)
+    if evaluation_due and run.step not in log.val_losses:
+        validate(run, data, log)
+    stopped = False
+    while run.step < settings.steps and not stopped:
         # one update; the next batch is read meanwhile
-        log.start()
+        began = time.perf_counter()
         loss, norm = run.update(data.batch(run.step))
-        log.update(run.step, loss, norm)
-        # all processes stop together
-        stop = signals.came()
-        cut = stop and run.step < settings.steps
+        log.update(run.step, loss, norm, time.perf_counter() - began)
+        # a signal to any process stops them all
+        stopped = signals.stopped()
         # a checkpoint comes first: an evaluation can fail
         evaluation_due = settings.due('eval_every', run.step)
-        if stop or evaluation_due or settings.due('save_every', run.step):
+        if stopped or evaluation_due or settings.due('save_every', run.step):
             run.save(os.path.join(settings.out, 'ckpt.pt'), data)
-        # once in a while: the loss on the validation text, and a sample
-        if evaluation_due and not cut:
-            evaluate(run, data, log)
-    log.draw()
+        # now and then the validation loss and a sample; a run that was stopped leaves them to the resumed run
+        if evaluation_due and (not stopped or run.step == settings.steps):
+            validate(run, data, log)
+    log.draw_losses()
 
 
-def evaluate(run, data, log):
-    """The validation loss, best.pt if it is the best so far, and a sample."""
+def validate(run, data, log):
+    """Prints the validation loss and a sample, and writes best.pt if the loss is the lowest so far."""
     loss = run.evaluate(data.windows())
     say(f'{run.step:>7}/{run.settings.steps}  validation loss {loss:.4f}')
-    if loss < min(log.val_losses.values(), default=math.inf):
+    if loss < log.best():
         run.save(os.path.join(run.settings.out, 'best.pt'), data, resumable=False)
     log.evaluation(run.step, loss)
-    # a model in parts can't write: each step would gather all of it
-    in_parts = world() > 1 and run.settings.parallel == 'fsdp'
-    if run.settings.sample_tokens and not in_parts:
+    # a sharded model writes no sample: it would be gathered for each token
+    if run.settings.sample_tokens and not sharded(run.settings):
         with eager():
             say(sample_text(run.model, data.meta['tokenizer'], run.settings.sample_tokens))
 
 
 def sample_text(model, description, n):
-    """What the model writes after a line end, in n tokens."""
+    """n tokens that the model writes after a line end. description: the tokenizer's."""
     tokenizer = prepare.make_tokenizer(description)
-    # where ids are all there is, the prompt is the first one
+    # a tokenizer of bare ids has no line end; the prompt is then id 0
     prompt = torch.tensor([tokenizer.encode('\n') or [0]])
     ids = [int(token) for token in generate(model.eval(), prompt, n, temperature=0.8)]
     return tokenizer.decode(ids).decode(errors='replace')
 
 
-def say_goodbye(run, data, log, signals):
-    """Says how it ended and how to go on; returns the exit code."""
+def say_how_to_go_on(run, data, log, seconds):
     settings = run.settings
     if run.step < settings.steps:
         say(f'stopped after update {run.step}; to go on: python train.py --out={settings.out} --resume=true')
-        return signals.exit_code()
-    seconds = time.perf_counter() - log.began
-    best = min(log.val_losses.values())
+        return
     prompt = {'tinyshakespeare': 'ROMEO:', 'stdlib': 'def '}.get(data.name, 'The ')
-    say(f'{seconds:.0f} s, validation loss {best:.4f}. Read more of it with: '
+    say(f'{seconds:.0f} s, validation loss {log.best():.4f}. Read more of it with: '
         f'python sample.py --out={settings.out} --prompt="{prompt}"')
-    return 0
+
+
+def main(argv):
+    # under torchrun each process works on the GPU that has its number
+    if 0 <= local_rank() < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank())
+    values, settings, checkpoint = configure(argv)
+    join_processes(settings)
+    with locked(settings.out):
+        run, data, log = prepare_run(values, settings, checkpoint)
+        signals = Signals()
+        began = time.perf_counter()
+        training_loop(run, data, log, signals)
+        say_how_to_go_on(run, data, log, time.perf_counter() - began)
+    leave_processes()
+    if run.step < settings.steps:
+        sys.exit(signals.exit_code())
 
 
 if __name__ == '__main__':
