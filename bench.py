@@ -73,7 +73,7 @@ class Options:
 
 PLAN_ONLY = ('context', 'batch', 'hardware', 'gpus', 'dollars_per_hour', 'tokens', 'mfu')
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Tables
 
 
@@ -174,7 +174,7 @@ def comparison(result, path):
     return Table('against the earlier run', rows)
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Measuring
 
 
@@ -261,8 +261,8 @@ class Machine:
         # train.py uses TF32 for fp32 on a GPU, and the table has no peak for it
         tf32 = self.device.type == 'cuda' and self.dtype == torch.float32
         torch.set_float32_matmul_precision('high' if tf32 else 'highest')
-        published = None if tf32 else train.peak_tflops(self.device, self.dtype)
-        self.published_tflops = options.peak_tflops or published
+        from_table = None if tf32 else train.peak_tflops(self.device, self.dtype)
+        self.published_tflops = options.peak_tflops or from_table
         # what a product of matrices and a read of memory reach
         self.n = 1024 if self.device.type == 'cpu' else 8192
         a, b = torch.randn(2, self.n, self.n, device=self.device, dtype=self.dtype)
@@ -285,11 +285,11 @@ class Machine:
             self.peak_tflops = self.matmul_tflops
 
     def introduce(self):
-        peak = 'unknown (give --peak_tflops)'
+        limit = 'unknown (give --peak_tflops)'
         if self.peak_tflops:
-            peak = f'{self.peak_tflops:.3g} TFLOP/s'
+            limit = f'{self.peak_tflops:.3g} TFLOP/s'
         print(f'{self.name}, {str(self.dtype)[6:]}, torch {torch.__version__}: a matrix product reaches '
-              f'{self.matmul_tflops:.3g} TFLOP/s, a read of memory {self.read_gbs:.3g} GB/s.\n100 % MFU is {peak}, '
+              f'{self.matmul_tflops:.3g} TFLOP/s, a read of memory {self.read_gbs:.3g} GB/s.\n100 % MFU is {limit}, '
               f"100 % MBU {self.peak_gbs:.3g} GB/s: as given, or the vendor's, or else what was measured.")
 
     def rate(self, tokens, flops, timing):
@@ -318,7 +318,7 @@ def ratio_note(table, ours, theirs):
         table.notes.append(f'{ours}: {ratio:.2f} x the tokens/s of {theirs}.')
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # plan: what a model costs, from its config alone
 
 
@@ -499,8 +499,8 @@ def plan_memory(c):
 def plan_cards(c):
     options, B, T = c.options, c.options.batch, c.T
     # a step waits for the weights and the caches, or for the arithmetic
-    reading = (2 * c.weights_read(B) + B * T * c.kv) / c.bytes_per_s
-    step = max(reading, B * c.forward / c.flops_per_s)
+    read_s = (2 * c.weights_read(B) + B * T * c.kv) / c.bytes_per_s
+    step = max(read_s, B * c.forward / c.flops_per_s)
     # what the weights leave for caches
     room = max(0, c.capacity - 2 * c.total)
     tokens = options.tokens or 20 * c.active
@@ -541,7 +541,7 @@ def plan(options, words):
     return tables
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # train
 
 
@@ -652,7 +652,7 @@ def training(machine):
     return [table]
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # prefill and decode
 
 
@@ -807,7 +807,7 @@ def decodes(machine):
     return [table, batches_table(ours), positions_table(machine, model, ours, step)]
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # attention and memory
 
 
@@ -920,7 +920,7 @@ def memories(machine):
             loss_memory_table(machine.device)]
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # ladder, and this machine at a glance
 
 GPT, GQA = FAMILIES['gpt2'], {'n_kv_head': 2}
@@ -989,8 +989,8 @@ def glance(machine):
     # reading and writing, without a compiler
     name, model = inference_model(machine)
     tables.append(prefill_table(machine, name, model, [256]))
-    eager = {'decode, eager': partial(decoding, machine, model, 30)}
-    tables.append(decode_table(machine, name, model, eager, 30))
+    runs = {'decode, eager': partial(decoding, machine, model, 30)}
+    tables.append(decode_table(machine, name, model, runs, 30))
     return tables
 
 

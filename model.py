@@ -1,20 +1,21 @@
 """A Transformer, embedding to head, to be read from top to bottom.
 
     Config        every size and every switch; FAMILIES says how GPT-2, Llama, Mistral, ... set them
-    the path      norm, rotary positions, attention, MLP, block, Transformer, loss, first weights
+    the path      norm, rotary positions, attention, MLP, block, Transformer, loss
                   -- a first sitting ends here --
-    the parts     the loss in chunks, longer texts, mixture of experts, latent attention
+    the parts     first weights, the loss in chunks, longer texts, mixture of experts, latent attention
     inference     the KV cache, picking a token, generate
     arithmetic    FLOPs and cache bytes per token; then the checks of a Config
 
 Shape comments use these letters:
     B rows          T tokens in this call    S tokens visible: cached and new    V vocabulary
     C n_embd        H query heads            K key/value heads                   D head_dim
-    F MLP width     L layers                 N rows x tokens, as one list
+    F MLP width     M rows x tokens, as one list
     and in the later parts
-    E experts       A experts that a token visits
+    L layers        E experts                A experts that a token visits
     P, R            the plain and the rotated part of D in latent attention
-In code, F is torch.nn.functional.
+    N parameters that a token is multiplied with
+F in a comment is the MLP width; F in code is torch.nn.functional.
 """
 import math
 from dataclasses import dataclass, fields
@@ -26,19 +27,18 @@ from torch import nn
 
 @dataclass
 class Config:
-    """Sizes and switches. The defaults are the Llama block; 0 means derived, or off, as each
-    comment says. Impossible values raise ValueError: the rules are in `check_config`, at the end
-    of this file."""
+    """Sizes and switches; the defaults are the Llama block. 0 means derived, or off, as each
+    comment says. Impossible values raise ValueError, see check_config."""
 
     # sizes, and the switches of the block
     vocab_size: int = 256        # token ids that exist
     block_size: int = 1024       # longest sequence, in tokens
     n_layer: int = 6             # blocks
     n_head: int = 6              # query heads
-    n_kv_head: int = 0           # key/value heads; 0: n_head (MHA). 1 is MQA, between them is GQA
+    n_kv_head: int = 0           # key/value heads, which query heads share; 0: n_head, nothing shared
     n_embd: int = 384            # width of the residual stream
     head_dim: int = 0            # width of a head; 0: n_embd / n_head
-    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, or for swiglu 8/3 n_embd up to a multiple of 128
+    d_ff: int = 0                # width of the MLP; 0: 4 n_embd, or 8/3 n_embd for swiglu
     norm: str = 'rms'            # rms (RMSNorm) or layer (LayerNorm)
     mlp: str = 'swiglu'          # swiglu, gelu (exact) or gelu_tanh (GPT-2's approximation)
     pos: str = 'rope'            # rope (rotary) or learned (one vector per position)
@@ -46,7 +46,7 @@ class Config:
     bias: bool = False           # biases in linear layers and LayerNorm; never in head, router and RMSNorm
     tie: bool = False            # the head shares the embedding's matrix
     dropout: float = 0.0         # on the embedding, and on what each part adds to the residual stream
-    causal: bool = True          # false: an encoder, every token sees every token; no loss, no cache, no text
+    causal: bool = True          # false: an encoder, whose tokens see all tokens; it can't generate
 
     # rarer switches
     vocab_multiple: int = 1      # embedding and head get rows up to a multiple of this; 64 suits a GPU
@@ -74,15 +74,14 @@ class Config:
     v_dim: int = 0               # width of a value head; 0: head_dim
 
     def __post_init__(self):
-        # Kept as they were given, before any 0 is replaced: a copy with another n_embd must derive its
-        # own head_dim and d_ff.
+        # as given, zeros included: copy() starts from these, and derives the rest anew
         self.given = {field.name: getattr(self, field.name) for field in fields(self)}
         check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            # swiglu has three matrices instead of two, so 2/3 of the width costs the same
+            # three matrices instead of two: 2/3 of the width, up to a multiple of 128, costs the same
             if self.mlp == 'swiglu':
                 self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
@@ -98,10 +97,11 @@ class Config:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
 
-# What differs from the defaults. Windows, ranks and experts have sizes that suit a small model.
+# What each family switches (skip on a first reading). Windows, ranks and experts suit a small model.
 FAMILIES = {
     'gpt1': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True, wiring='post'),
-    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),  # GPT-3, but for its sparse layers
+    # GPT-3 too, except its sparse layers
+    'gpt2': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True),
     'llama': dict(),
     'llama3': dict(n_kv_head=2, rope_base=5e5),
     'llama3.1': dict(n_kv_head=2, rope_base=5e5, rope_scaling='llama3,8,1,4,8192'),
@@ -116,35 +116,35 @@ FAMILIES = {
     'encoder': dict(norm='layer', bias=True, pos='learned', mlp='gelu', causal=False),
 }
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # The path every token takes
 
 
 def make_norm(cfg, width):
-    """RMSNorm or LayerNorm over the last dimension. Both compute in fp32, also for a bf16 input;
-    the result has the input's dtype, or fp32 under CUDA's autocast."""
+    """RMSNorm or LayerNorm over the last dimension. Both compute in fp32; the result has the
+    input's dtype, or fp32 under CUDA's autocast."""
     if cfg.norm == 'rms':
         return nn.RMSNorm(width, eps=cfg.norm_eps)
     return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias)
 
 
 class Rope:
-    """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair. The
-    token at position p has its pair i rotated by the angle p * frequency[i], so the product of a
-    query and a key depends on the distance between their positions alone.
+    """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair. At
+    position p, pair i is rotated by the angle p * frequency[i], so positions enter the product
+    of a query and a key only through their distance.
 
-    The tables stay in fp32, whatever the model is cast to: in bf16 the first 2048 positions
-    would share 636 angles of the slowest pair. So they are plain tensors. Buffers would be cast
-    with the model, and sent to all processes by DDP in every update.
+    The tables stay in fp32: bf16 would give many neighbouring positions the same angle (of the
+    slowest pair, 2048 positions would share 636). So they are plain tensors, since buffers would
+    be cast with the model, and sent around by DDP in every update.
     """
 
     def __init__(self, cfg):
-        # On the CPU, whatever the default device: a model made on meta has them too.
+        # on the CPU, so that a model made on meta has them too
         frequency, factor = rope_frequencies(cfg)  # (D/2,)
         position = torch.arange(cfg.block_size, dtype=torch.float32, device='cpu')
         angle = torch.outer(position, frequency)   # (block_size, D/2)
         self.tables = angle.cos() * factor, angle.sin() * factor
-        # what rotate() uses: the tables, or a copy of them on the model's device
+        # what rotate() reads: the tables, or a copy that move_to made
         self.cos, self.sin = self.tables
 
     def move_to(self, device):
@@ -175,9 +175,8 @@ def rope_frequencies(cfg):
 
 
 class Fused(nn.Linear):
-    """Several matrices with the same input, stacked into one: one large product is faster than
-    several small ones. `roles` are the output widths of the single matrices. Returns one tensor
-    per role."""
+    """Several matrices with one input, stacked: one large product is faster than several small
+    ones. roles: their output widths. Returns one tensor per role."""
 
     def __init__(self, width, roles, bias=False):
         super().__init__(width, sum(roles), bias)
@@ -200,26 +199,20 @@ def attention_mask(pos, S, window, causal):
             3   x x x x .                                      . . x x .
             4   x x x x x                                      . . . x x
 
-    pos: the positions of the new tokens, (1, T), or (B, T) where each row has its own.
+    pos: the positions of the new tokens, (1, T), or (B, T) if each row has its own.
 
-    None means that attend needs no mask, since is_causal (or nothing, in an encoder) is enough.
-    That is so if nothing is cached and the window hides no token. Prompts of different lengths
-    need none either: they are padded on the right. After cached tokens is_causal would be wrong,
-    since it takes the first new token for position 0.
-
-    ALiBi or a mask between documents belongs here, as a mask of floats, which SDPA adds to the
-    scores: a bias where a token may look, and -inf where it may not.
+    None if nothing is cached and the window hides nothing: SDPA's is_causal then does the same,
+    and faster. With cached tokens it can't: it would take the first new token for position 0.
     """
-    all_new = S == pos.shape[1]
-    window_hides = 0 < window < S
-    if all_new and not window_hides:
+    if S == pos.shape[1] and not 0 < window < S:
         return None
     query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
     key = torch.arange(S, device=pos.device)  # (S,)
-    # without a window, all S are near enough
-    mask = key > query - (window or S)        # (1 or B, 1, T, S)
-    if causal:
-        mask = mask & (key <= query)
+    # an encoder sees what comes later too
+    mask = (key <= query) | (not causal)      # (1 or B, 1, T, S)
+    if window:
+        mask = mask & (key > query - window)
+    # ALiBi, or a mask between documents, goes here: SDPA adds a mask of floats to the scores
     return mask
 
 
@@ -229,8 +222,8 @@ def attend(q, k, v, mask, causal, scale=None):
     q (B, H, T, D), k and v (B, K, S, D)  ->  (B, H, T, D)
     The scores (B, H, T, S) are never stored; bench.py's explicit_attention writes them out.
 
-    H / K query heads share each key/value head. scale None is 1/sqrt(D). CUDA's flash kernel
-    takes is_causal, but no mask.
+    H / K query heads share each key/value head. scale None is 1/sqrt(D). A mask is avoided where
+    possible, since CUDA's flash kernel takes none.
     """
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
@@ -257,7 +250,7 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (self.n_head, self.head_dim))     # (B, T, H, D)
         k = k.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
         v = v.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
-        # under autocast q is bf16 and the norm's weight fp32, but a norm wants one dtype
+        # autocast makes q bf16, while the weight is fp32; a norm wants both alike
         if self.q_norm is not None:
             q = self.q_norm(q.type_as(self.q_norm.weight))
             k = self.k_norm(k.type_as(self.k_norm.weight))
@@ -278,11 +271,11 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The gated MLP (arXiv:2002.05202): w_down(silu(w_gate x) * w_up x)."""
+    """The gated MLP (arXiv:2002.05202): w_down(silu(w_gate x) * (w_up x))."""
 
     def __init__(self, cfg, width):
         super().__init__()
-        # gate and up
+        # w_gate and w_up, stacked
         self.w_up = Fused(cfg.n_embd, [width, width], cfg.bias)
         self.w_down = ToResidual(width, cfg.n_embd, cfg.bias)
 
@@ -306,7 +299,8 @@ class MLP(nn.Module):
 
 
 def make_mlp(cfg, layer):
-    """The part of a block that works on each token alone."""
+    """The part of a block that works on each token alone. The first n_dense layers have no
+    experts."""
     if cfg.n_expert and layer >= cfg.n_dense:
         return MixtureOfExperts(cfg)
     if cfg.mlp == 'swiglu':
@@ -328,8 +322,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, pos, mask, cache):
-        """x (B, T, C) -> x (B, T, C), and the balance term of its experts, if it has any: one
-        per row, (B,), or 0.0."""
+        """x (B, T, C) -> x (B, T, C), and a term that only experts have, otherwise 0.0."""
         if self.wiring == 'pre':
             # norm before each part: GPT-2, Llama and nearly all since
             x = x + self.drop(self.attn(self.attn_norm(x), pos, mask, cache))
@@ -352,12 +345,13 @@ class Block(nn.Module):
 
 
 def take_positions(x, cache):
-    """The positions of new tokens x, (B, T) or (B, T, C), and S, the number of tokens that are
-    then visible. A cache makes room for the new ones."""
+    """The positions of new tokens x, (B, T) or (B, T, C), and how many tokens are then visible:
+    S."""
     T = x.shape[1]
     if cache is None:
-        return torch.arange(T, device=x.device)[None], T  # (1, T): the same in all rows
-    return cache.extend(T), cache.visible                 # (B, T): each row has its own
+        return torch.arange(T, device=x.device)[None], T  # (1, T), the same in all rows
+    pos = cache.extend(T)                                 # (B, T), each row has its own
+    return pos, cache.visible
 
 
 class Transformer(nn.Module):
@@ -380,14 +374,14 @@ class Transformer(nn.Module):
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, all_logits=False):
-        """Ids (B, T) -> logits of the last position (B, 1, V), or of all (B, T, V). With targets
-        (B, T), which may be -1 for no target -> the loss in nats, a scalar."""
+        """Ids (B, T) -> logits (B, 1, V) of the last position, or (B, T, V) of all. With targets
+        (B, T) -> the mean loss in nats, a scalar. A target of -1 is ignored."""
         x, balance = self.run_blocks(idx, cache)  # (B, T, C), (B,) or 0.0
         if targets is None:
             return self.head(x if all_logits else x[:, -1:])
         refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
-        # experts add to the gradient, and nothing to the value
+        # this is 0, but it has a gradient, which teaches the router to use all experts
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
@@ -424,12 +418,12 @@ class Transformer(nn.Module):
         return logits[..., :self.cfg.vocab_size]     # (..., V)
 
     def nll(self, x, targets):
-        """x (N, C), targets (N,) -> the targets' negative log-likelihood, summed in fp32."""
+        """x (M, C), targets (M,) -> the targets' negative log-likelihood, summed in fp32."""
         return F.cross_entropy(self.head(x).float(), targets, ignore_index=-1, reduction='sum')
 
     def loss(self, x, targets):
-        """x (B, T, C), targets (B, T) -> mean negative log-likelihood; 0 if all are -1."""
-        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        """x (B, T, C), targets (B, T) -> the mean of nll; 0 if all targets are -1."""
+        x, targets = x.flatten(0, 1), targets.flatten()  # (M, C), (M,)
         if len(x) * self.cfg.vocab_size <= self.logits_at_once:
             total = self.nll(x, targets)
         else:
@@ -437,11 +431,18 @@ class Transformer(nn.Module):
         return total / (targets != -1).sum().clamp(min=1)
 
 
+# -------------------------------------------------------------------------------
+# The end of the first sitting. From here on each part stands for itself, in any order.
+
+# -------------------------------------------------------------------------------
+# First weights
+
+
 @torch.no_grad()
 def init_weights(model):
-    """First weights as in GPT-2: normal(0, 0.02), and biases zero. 2 L outputs are added to the
-    residual stream, so the matrices that make them are smaller by 1/sqrt(2 L). Norms, and what a
-    module of yours sets up itself, stay as they are."""
+    """As in GPT-2: normal(0, 0.02), and biases zero. Each of the L blocks adds two outputs to
+    the residual stream; to keep their sum from growing with depth, the matrices that make them
+    are scaled by 1/sqrt(2 L). Norms, and bare parameters of modules of yours, stay as they are."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(0, 0.02)
@@ -463,9 +464,7 @@ def residual_weights(model):
             yield module.w_down
 
 
-# -----------------------------------------------------------------------------------------------
-# The end of the first sitting. Each of the following parts takes the place of one above.
-#
+# -------------------------------------------------------------------------------
 # The loss in chunks
 
 
@@ -497,26 +496,26 @@ class ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        """scale: the gradient of the total: 1 / targets, times fp16's loss scale."""
+        """scale: the gradient of the total, which is 1 / number of targets, times fp16's scale."""
         x_grad, *weight_grads = ctx.saved_tensors
         weight_grads = [(grad * scale).to(dtype) for grad, dtype in zip(weight_grads, ctx.dtypes)]
         return None, None, x_grad * scale, None, *weight_grads
 
 
 def nll_in_chunks(model, x, targets):
-    """model.nll(x, targets) for x (N, C) and targets (N,), with logits_at_once logits at a
+    """model.nll(x, targets) for x (M, C) and targets (M,), with logits_at_once logits at a
     time."""
     chunk_size = max(1, model.logits_at_once // model.cfg.vocab_size)
     if not torch.is_grad_enabled():
         chunks = zip(x.split(chunk_size), targets.split(chunk_size))
         return sum(model.nll(*chunk) for chunk in chunks)
-    # a head of yours may use any parameter that is not in the blocks
+    # a subclass's head() may use any parameter that is not in the blocks
     in_blocks = set(model.blocks.parameters())
     weights = [p for p in model.parameters() if p not in in_blocks and p.requires_grad]
     return ChunkedNLL.apply(model.nll, chunk_size, x, targets, *weights)
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Rotary positions for longer texts than a model was trained on
 
 # the numbers that follow each kind's name in cfg.rope_scaling
@@ -530,7 +529,7 @@ ROPE_SCALINGS = {
 def parse_rope_scaling(text):
     """'linear,2' -> ('linear', {'factor': 2.0}). Raises ValueError for what it can't read."""
     kind, *numbers = text.split(',')
-    # an unknown kind has no names, and fails as numbers too many or too few do
+    # an unknown kind has no names, so it fails as a wrong count of numbers does
     names = ROPE_SCALINGS.get(kind, ())
     try:
         number = dict(zip(names, map(float, numbers), strict=True))
@@ -562,7 +561,7 @@ def scale_frequencies(cfg, frequency):
         keep = (turns - number['low']) / (number['high'] - number['low'])
         keep = keep.clamp(0, 1)
         return frequency * keep + slowed * (1 - keep), 1.0
-    # YaRN (arXiv:2309.00071): the same, but the ramp is drawn over the numbers of the pairs
+    # YaRN (arXiv:2309.00071): the same, but the ramp is linear in the pair's number, not its turns
     width = 2 * len(frequency)
 
     def pair_with(turns):
@@ -586,7 +585,7 @@ def yarn_mscale(factor, m):
     return 0.1 * m * math.log(factor) + 1
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Mixture of experts, in place of the MLP
 
 
@@ -620,11 +619,11 @@ class MixtureOfExperts(nn.Module):
         probs = self.router(x).softmax(-1)          # (B, T, E)
         weight, chosen = probs.topk(self.n_active)  # (B, T, A) twice
         balance = balance_term(probs, chosen) if self.training else 0.0
-        # what the chosen experts count
+        # the weights of the chosen experts
         if self.norm_topk:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = weight * self.scale
-        y = self.visit(x.flatten(0, 1), chosen.flatten(0, 1), weight.flatten(0, 1))  # (N, C)
+        y = self.visit(x.flatten(0, 1), chosen.flatten(0, 1), weight.flatten(0, 1))  # (M, C)
         y = y.view_as(x)                            # (B, T, C)
         if self.shared is not None:
             y = y + self.shared(x)
@@ -633,16 +632,16 @@ class MixtureOfExperts(nn.Module):
     # not compiled: how many tokens each expert gets is known only at run time
     @torch.compiler.disable
     def visit(self, x, chosen, weight):
-        """x (N, C), chosen experts (N, A), weight (N, A) -> weighted sum of the experts' outputs
-        (N, C)."""
-        # The N A visits, of which i is token i // A's, sorted by expert: each expert reads its tokens
-        # in one product.
-        experts, order = chosen.flatten().sort(stable=True)         # (N A,) twice
-        token = order // self.n_active                              # (N A,)
-        weight = weight.flatten()[order]                            # (N A,)
+        """x (M, C), chosen experts (M, A), weight (M, A) -> weighted sum of the experts' outputs
+        (M, C)."""
+        # Visit i of the M A belongs to token i // A. Sorted by expert, each expert's visits are one
+        # slice, and so one product.
+        experts, order = chosen.flatten().sort(stable=True)         # (M A,) twice
+        token = order // self.n_active                              # (M A,)
+        weight = weight.flatten()[order]                            # (M A,)
         # the experts that are visited, and how often: one wait for the device
         visited = torch.stack(experts.unique_consecutive(return_counts=True)).tolist()
-        y = torch.zeros_like(x)                                     # (N, C)
+        y = torch.zeros_like(x)                                     # (M, C)
         start = 0
         for expert, n in zip(*visited):
             rows = token[start:start + n]                           # (n,)
@@ -674,16 +673,16 @@ def balance_gradient(balance, targets):
     return mean - mean.detach()
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Latent attention, in place of attention
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token leaves in the cache
-    one latent of kv_rank numbers, from which every head makes its key and its value, and one
-    rotated key for all heads. Two forms give the same result: `expanded` (training, prefill)
-    makes the keys and values; `absorbed` (after cached tokens) lets attention read the latents
-    themselves, as MQA with one wide head: w_k is applied to the queries, w_v to the outputs."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Per token the cache holds one
+    latent, kv_rank numbers from which all heads make keys and values, and one rotated key that
+    all heads share. Two forms give the same result: `expanded` (training, prefill) makes the
+    keys and values; `absorbed` (after cached tokens) lets attention read the latents themselves,
+    as MQA with one wide head: w_k is applied to the queries, w_v to the outputs."""
 
     def __init__(self, cfg, layer, rope):
         super().__init__()
@@ -765,7 +764,7 @@ def latent_scale(cfg):
     return scale
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Inference
 
 
@@ -783,7 +782,7 @@ class KVCache:
 
     `static` is for a compiled step: once there is something in the cache, attention reads all
     max_len slots and the mask hides the empty ones, so that no shape changes from token to
-    token.
+    token. The caller sees to it that no row grows past max_len.
     """
 
     def __init__(self, cfg, batch, max_len, device=None, dtype=None, static=False):
@@ -818,7 +817,7 @@ class KVCache:
     def update(self, layer, k, v):
         """Stores one layer's new k and v (B, K, T, D); returns all that is visible, (B, K, S, D)
         twice."""
-        # slot pos[b, t] of row b, in all heads
+        # slot pos[b, t] of row b; two index tensors around a slice give (B, T, K, D)
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
         self.k[layer][row, :, self.pos] = k.transpose(1, 2).to(self.k[layer].dtype)  # (B, T, K, D)
         self.v[layer][row, :, self.pos] = v.transpose(1, 2).to(self.v[layer].dtype)  # (B, T, K, D)
@@ -860,7 +859,7 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     best, likeliest = values.max(-1, keepdim=True)                 # (B, 1) twice
     if temperature == 0:
         return likeliest.where(best.isfinite(), -1)[:, 0]          # (B,)
-    # sorted by falling probability, where that is needed; values[b, i] belongs to ids[b, i]
+    # for top_k and top_p sorted by falling probability; values[b, i] belongs to ids[b, i]
     V = logits.shape[-1]
     ids = torch.arange(V, device=logits.device).expand_as(logits)  # (B, V)
     if 0 < top_k < V or top_p < 1:
@@ -874,9 +873,9 @@ def pick(logits, noise, temperature=1.0, top_k=0, top_p=1.0):
     # the id at which the running sum passes the mark; one does, as the mark is below the total
     running = probs.cumsum(-1)                                     # (B, k)
     mark = noise[:, None] * (1 - 1e-6) * running[:, -1:]           # (B, 1)
-    place = torch.searchsorted(running, mark, right=True)          # (B, 1)
-    place = place.clamp(max=running.shape[-1] - 1)
-    return ids.gather(1, place).where(best.isfinite(), -1)[:, 0]   # (B,)
+    index = torch.searchsorted(running, mark, right=True)          # (B, 1)
+    index = index.clamp(max=running.shape[-1] - 1)
+    return ids.gather(1, index).where(best.isfinite(), -1)[:, 0]   # (B,)
 
 
 def prefill(model, rows, cache):
@@ -951,7 +950,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
         yield torch.tensor([i if on else -1 for i, on in zip(ids, alive)])
         if n + 1 == max_new_tokens or not any(alive):
             return
-        # a dead row stays in the batch, but holds nothing; the newest tokens are not cached yet
+        # a dead row stays in the batch, without tokens, and leaves the cache
         for row, i, on in zip(rows, ids, alive):
             row.append(i)
             if not on:
@@ -967,7 +966,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, se
             logits = prefill(model, rows, cache)      # (B, V)
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Arithmetic
 
 
@@ -1011,7 +1010,7 @@ def cache_bytes_per_token(cfg, bytes_per_value=2):
     return cfg.n_layer * values_per_layer * bytes_per_value
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Checks
 
 

@@ -50,7 +50,7 @@ from model import FAMILIES, Config, Transformer
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # What all scripts share: failures in one sentence
 
 
@@ -88,8 +88,8 @@ def run(main):
     except OSError as error:
         if error.errno not in CURES:
             raise
-        place = error.filename or 'while writing'
-        sentence, code = f'{error.strerror} ({place}): {CURES[error.errno]}.', 1
+        where = error.filename or 'while writing'
+        sentence, code = f'{error.strerror} ({where}): {CURES[error.errno]}.', 1
     print(sentence, file=sys.stderr)
     sys.exit(code)
 
@@ -102,7 +102,7 @@ def nearest(word, known):
     return '.'
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # What all scripts share: the command line
 
 BOOLS = {'true': True, '1': True, 'false': False, '0': False}
@@ -228,7 +228,7 @@ def build(cls, values):
         raise Refusal(f'{error}.', code=2) from None
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # What all scripts share: device and precision
 
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32,
@@ -284,7 +284,7 @@ def no_compiler(device):
     return ''
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # What all scripts share: files
 
 
@@ -329,7 +329,7 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # What all scripts share: downloads
 
 ATTEMPTS = 8  # of one download; the pauses between them grow from 1 to 64 seconds
@@ -428,7 +428,7 @@ def no_download(url, path, error):
     return kind(f'Could not download {url} (HTTP status {status}): {cure}')
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Text to tokens: tokenizers
 
 
@@ -568,7 +568,7 @@ def named_tokenizer(name):
     return make_tokenizer({'kind': 'tiktoken', 'name': name})
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Text to tokens: data sets
 #
 # A data set is a folder with train.bin and val.bin, which are bare token ids, and meta.json, which says
@@ -660,7 +660,7 @@ def write_dataset(folder, tokenizer, source, chunks):
     return folder
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Text to tokens: a text of your own, Shakespeare, the standard library
 
 
@@ -717,7 +717,7 @@ def prepare_stdlib(tokenizer='bytes', out='', val_fraction=0.1):
     return prepare_text(raw, tokenizer, out or os.path.dirname(raw), val_fraction)
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Text to tokens: OpenWebText
 #
 # The archive is a .tar.xz of .tar.xz, and in these one file is one document.
@@ -779,7 +779,7 @@ def prepare_openwebtext(tokenizer='gpt2', out='', docs=0, source=''):
         raise Refusal(f'{archive} is cut short or damaged ({error}): delete it and get it again.') from None
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Checkpoints
 
 
@@ -864,7 +864,7 @@ def model_of(path):
     return model, checkpoint
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published models and their sizes
 
 
@@ -904,7 +904,7 @@ def published(name):
     return {**FAMILIES[family], **own}
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: the tables of tensors
 #
 # One row per published tensor: our name, theirs, and how theirs is stored. Import reads a row from
@@ -1035,7 +1035,7 @@ NANOGPT = [(ours, theirs, 'rows') for ours, theirs, _ in GPT2]
 NOT_WEIGHTS = re.compile(r'(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(transformer\.)?position_ids|'
                          r'rope\.freqs|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: the tables of config.json
 #
 # One row per field: ours, theirs, and the values of theirs that are taken.
@@ -1158,7 +1158,7 @@ ROPE = {
 }
 ROPE_DEFAULTS = dict(beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=0)
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: a config.json to our fields and back
 
 
@@ -1275,7 +1275,7 @@ def hugging_face_config(cfg):
                   f'{", ".join(differences[closest])}.')
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: their tensors to ours and back
 
 
@@ -1394,7 +1394,7 @@ def convert(cfg, table, tensors, dtype=''):
     return state
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: formats
 #
 # Each reader returns a Config, a table of tensors, the published tensors, {name: tensor}, which are
@@ -1538,7 +1538,7 @@ def read_nanogpt(path):
     return build(Config, args), NANOGPT, tensors, tokenizer
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: their tokenizers
 
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -1654,7 +1654,7 @@ def byte_level_ranks(model, special):
     return ranks
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Published weights: in and out
 
 
@@ -1708,7 +1708,7 @@ def export_weights(src, to):
     print(f'{to}: {name} for transformers; a tokenizer is not written')
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # The command
 
 

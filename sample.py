@@ -21,7 +21,7 @@ import prepare
 from model import KVCache, cache_shape, check_cache, generate
 from prepare import Refusal
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # A model, ready to write
 
 
@@ -175,7 +175,7 @@ def blocks_for(n_tokens, block):
     return -(-n_tokens // block)
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Options and prompts
 
 
@@ -242,7 +242,7 @@ def encode_prompts(prompts, tokenizer, window):
     return encoded
 
 
-# -----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------
 # Rows of text
 
 
@@ -326,11 +326,11 @@ def write_rows(rows, steps, alive):
 
 def make_cache(model, options, n_prompts, longest):
     """The cache that the options ask for, `longest` tokens per row."""
-    place = dict(device=model.embed.weight.device, dtype=model.embed.weight.dtype)
+    where = dict(device=model.embed.weight.device, dtype=model.embed.weight.dtype)
     if options.paged:
         n_blocks = n_prompts * options.num_samples * blocks_for(longest, 16)
-        return PagedKVCache(model.cfg, n_prompts, longest, n_blocks=n_blocks, **place)
-    return KVCache(model.cfg, n_prompts, longest, static=options.compile, **place)
+        return PagedKVCache(model.cfg, n_prompts, longest, n_blocks=n_blocks, **where)
+    return KVCache(model.cfg, n_prompts, longest, static=options.compile, **where)
 
 
 def main(argv):
