@@ -5,8 +5,12 @@
                      text and weights survive the round trip; the figures are honest
     The refusals     what is expected to fail ends in one sentence
 
-    pytest -k NAME              the tests of a family, also of one that you have added to FAMILIES
-    python test_model.py form   how densely our files are written; not a test, and a fork may ignore it
+    pytest -k NAME                            the tests of a family, also of one that you have added to FAMILIES
+    python test_model.py break                the lab: classic errors, each with a name and a number
+    python test_model.py break NAME           puts one in, and shows which tests fail and what they say
+    python test_model.py break 7              the same, but doesn't say which: find it
+    python test_model.py break NAME --train   and the loss after 150 updates, beside the right one
+    python test_model.py form                 how our files are written; not a test, and a fork may ignore it
 
 Weights in equality tests are large (std 0.2), so that a wrong position or a wrong head shows."""
 import argparse
@@ -27,8 +31,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -782,6 +788,29 @@ def test_a_single_token_visits_only_its_experts(monkeypatch):
     assert len(products) == 1 + 2 * 2                                            # the router, and two per expert
 
 
+@pytest.mark.parametrize('autocast', [False, True])
+def test_the_loss_is_in_fp32_whatever_the_precision(autocast):
+    model, x, y = small(), ids(2, 24), ids(2, 24, seed=5)
+    if not autocast:
+        model.bfloat16()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        logits, loss = model(x, all_logits=True), model(x, y)
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    exact = F.cross_entropy(logits.double().flatten(0, 1), y.flatten())
+    assert abs(loss - exact) < 1e-5 * exact
+
+
+@torch.no_grad()
+def test_every_part_of_the_path_has_its_place():
+    """The logits are those of the parts put together by hand: nothing is left out, nothing happens twice."""
+    model, x = small(), ids(2, 9)
+    h, pos = model.embed(x), torch.arange(9)[None]
+    for block in model.blocks:
+        h = block(h, pos, None, None)[0]
+    by_hand = F.linear(F.rms_norm(h, (64,), model.norm.weight, 1e-5), model.lm_head.weight)
+    assert torch.allclose(model(x, all_logits=True), by_hand, atol=1e-4)
+
+
 def test_padded_ids_have_no_logits():
     model = small(vocab_size=90, vocab_multiple=64)
     assert model.embed.weight.shape[0] == 128 and model(ids(1, 4, vocab=90)).shape == (1, 1, 90)
@@ -1267,6 +1296,13 @@ def test_evaluation_reads_each_target_once():
 def test_evaluation_changes_neither_data_nor_losses(corpus, tmp_path):
     assert losses(run_training(corpus, tmp_path / 'a', '--eval_every=3', '--dropout=0.1')) == \
         losses(run_training(corpus, tmp_path / 'b', '--dropout=0.1'))
+
+
+@pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
+def test_only_matrices_decay(optimizer):
+    model = small('gpt2')
+    for group in train.groups_of(train.make_optimizers(model, train.Settings(optimizer=optimizer))):
+        assert {p.dim() > 1 for p in group['params']} == {group['weight_decay'] > 0}
 
 
 def test_the_learning_rate_at_its_edges():
@@ -2517,9 +2553,198 @@ def test_the_command_works_from_another_folder(tmp_path):
 
 
 # -------------------------------------------------------------------------------
-# python test_model.py form: how densely our files are written. For us alone: a fork may break all of it.
+# python test_model.py break: the lab. Errors are put into a copy of the files, one at a time; tests must catch each.
+
 
 FILES = ('model.py', 'prepare.py', 'train.py', 'sample.py', 'bench.py')
+
+
+def read_source(file):
+    with open(os.path.join(HERE, file), encoding='utf-8') as source:
+        return source.read()
+
+
+@dataclasses.dataclass
+class Error:
+    name: str
+    sentence: str   # what is wrong, as one says it
+    changes: list   # (file, old text, new text); the old text occurs once
+    tests: str      # pytest's -k: the tests that must catch it
+
+
+ERRORS = [
+    Error('no-self', 'In training a token does not see itself: the mask is j < i.', [(
+        'model.py', '''        return None
+    query = pos''', '''        earlier = torch.ones(S, S, dtype=torch.bool, device=pos.device).tril(-1)
+        earlier[0, 0] = True
+        return earlier[None, None]
+    query = pos''')], 'cached_logits_equal or calls_flash_attention'),
+    Error('no-self-cached', 'After cached tokens a token does not see itself: the mask is j < i.', [(
+        'model.py', '(key <= query) | (not causal)', '(key < query) | (not causal)')], 'cached_logits_equal'),
+    Error('peek', 'In training a token sees the next one: the mask is j <= i + 1.', [(
+        'model.py', '''        return None
+    query = pos''', '''        return torch.ones(1, 1, S, S, dtype=torch.bool, device=pos.device).tril(1)
+    query = pos''')], 'future_tokens_never'),
+    Error('is-causal-cached', 'With cached keys no mask is made: is_causal takes the new token for the first.', [(
+        'model.py', 'if S == pos.shape[1] and not 0 < window < S:', 'if not 0 < window < S:')], 'cached_logits_equal'),
+    Error('no-scale', 'The scores are not divided by sqrt(D).', [(
+        'model.py', 'mask is None, scale=scale,', 'mask is None, scale=scale or 1.0,')], 'equals_a_loop_in_float64'),
+    Error('rope-on-v', 'The values are rotated too.', [(
+        'model.py', '            k = self.rope.rotate(k, pos)\n',
+        '            k = self.rope.rotate(k, pos)\n            v = self.rope.rotate(v, pos).type_as(v)\n')],
+        'equals_a_loop_in_float64'),
+    Error('cached-unrotated', 'Keys go into the cache before they are rotated.', [
+        ('model.py', '            q = self.rope.rotate(q, pos)\n            k = self.rope.rotate(k, pos)\n',
+         '            plain = k.type_as(v).transpose(1, 2)\n            q = self.rope.rotate(q, pos)\n'
+         '            k = self.rope.rotate(k, pos)\n'),
+        ('model.py', 'k, v = cache.update(self.layer, k, v) ', 'k, v = cache.update(self.layer, plain, v) ')],
+        'cached_logits_equal and llama'),
+    Error('neighbours', 'A rotary pair is two neighbouring dimensions, not dimensions half a head apart.', [(
+        'model.py', 'a, b = x.float().chunk(2, dim=-1)', 'a, b = x.float()[..., 0::2], x.float()[..., 1::2]')],
+        'equals_a_loop_in_float64'),
+    Error('bf16-tables', 'The rotary tables are in bf16.', [(
+        'model.py', 'self.tables = angle.cos() * factor, angle.sin() * factor',
+        'self.tables = (angle.cos() * factor).bfloat16(), (angle.sin() * factor).bfloat16()')], 'rotary_tables_stay'),
+    Error('tiled-heads', 'Key/value heads are tiled over the query heads (0 1 0 1), not repeated (0 0 1 1).', [(
+        'model.py', '    grouped = q.shape[1] != k.shape[1]\n',
+        '    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))\n'
+        '    grouped = q.shape[1] != k.shape[1]\n')], 'equals_a_loop_in_float64'),
+    Error('gate-up', 'Gate and up are swapped.', [(
+        'model.py', 'return self.w_down(F.silu(gate) * up)', 'return self.w_down(F.silu(up) * gate)')],
+        'llama_block_equals'),
+    Error('no-residual', 'The MLP replaces the residual stream instead of adding to it.', [(
+        'model.py',
+        '            y, balance = self.run_mlp(self.mlp_norm(x))\n            return x + self.drop(y), balance',
+        '            y, balance = self.run_mlp(self.mlp_norm(x))\n            return self.drop(y), balance')],
+        'llama_block_equals'),
+    Error('no-final-norm', 'The last block\'s output goes to the head without a norm.', [(
+        'model.py', 'return self.norm(x), balance', 'return x, balance')], 'every_part_of_the_path'),
+    Error('no-residual-scaling', 'Matrices that write to the residual stream start as large as the others.', [(
+        'model.py', 'weight.mul_(1 / math.sqrt(2 * model.cfg.n_layer))', 'weight.mul_(1)')], 'gpt2s_spread'),
+    Error('bf16-norm', 'RMSNorm computes in the input\'s dtype.', [(
+        'model.py', '        return nn.RMSNorm(width, eps=cfg.norm_eps)\n    return nn.LayerNorm', '''
+        class Norm(nn.RMSNorm):
+            def forward(self, x):
+                return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        return Norm(width, eps=cfg.norm_eps)
+    return nn.LayerNorm''')], 'norms_compute_in_fp32'),
+    Error('padding-cached', 'The padding of a ragged batch of prompts stays in the cache.', [(
+        'model.py', '    cache.truncate(lengths)\n    each_row', '    each_row')], 'row_of_a_ragged_batch'),
+    Error('unshifted', 'The target of a token is the token itself, not the next one.', [(
+        'train.py', 'part[:, :-1], part[:, 1:]) for part', 'part[:, :-1], part[:, :-1]) for part')],
+        'file_of_one_window'),
+    Error('bf16-loss', 'The loss is computed from logits in bf16.', [(
+        'model.py', 'F.cross_entropy(self.head(x).float(), ', 'F.cross_entropy(self.head(x), ')],
+        'loss_is_in_fp32'),
+    Error('balance-in-eval', 'The load-balance term counts in the evaluation too.', [
+        ('model.py', 'balance = balance_term(probs, chosen) if self.training else 0.0',
+         'balance = balance_term(probs, chosen)'),
+        ('model.py', 'return mean - mean.detach()', 'return mean')], 'loss_in_evaluation_is'),
+    Error('decayed-norms', 'Weight decay pulls the weights of the norms towards zero.', [(
+        'train.py', 'if p.dim() <= 1], weight_decay=0.0)', 'if p.dim() <= 1], weight_decay=settings.weight_decay)')],
+        'only_matrices_decay'),
+    Error('lr-off-by-one', 'The learning rate of the first update is zero.', [(
+        'train.py', 'min(1.0, (step + 1) / (settings.warmup + 1))', 'min(1.0, step / (settings.warmup + 1))')],
+        'learning_rate_at_its_edges'),
+    Error('momentum-reset', 'A resumed run begins with fresh momentum.', [(
+        'train.py', "dcp.set_optimizer_state_dict(self.model, self.optimizers, checkpoint['optimizer'], "
+        'options=WHOLE_STATE)', 'pass')], 'resumes_to_the_last_bit and adamw'),
+    Error('shared-noise', 'A row is sampled with random numbers that depend on its neighbours.', [(
+        'model.py', 'return torch.stack(of_sample).repeat(prompts, 1)',
+        'return torch.rand(prompts * repeat, n, generator=torch.Generator().manual_seed(seed))')],
+        'row_of_a_ragged_batch'),
+]
+
+
+def put_in(error, folder):
+    """Copies our files into the folder with the error in them. ValueError: a place was changed."""
+    for file in (*FILES, 'test_model.py'):
+        shutil.copy(os.path.join(HERE, file), folder)
+    for file, old, new in error.changes:
+        path = os.path.join(folder, file)
+        source = read_source(path)
+        if source.count(old) != 1:
+            raise ValueError(f'{file} was changed where {error.name} goes: there are {source.count(old)} of\n{old}')
+        with open(path, 'w', encoding='utf-8') as changed:
+            changed.write(source.replace(old, new))
+
+
+def failures(error, folder):
+    """What the tests that must catch the error say in the folder: [(test, what it says)]."""
+    words = [sys.executable, '-m', 'pytest', '-q', '-x', '--tb=short', '-p', 'no:cacheprovider', '-k', error.tests,
+             os.path.join(folder, 'test_model.py')]
+    done = subprocess.run(words, cwd=folder, env={**os.environ, 'OMP_NUM_THREADS': '1'}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith('E  ')]
+    failed = re.findall(r'^FAILED \S+::(\S+)', done.stdout, re.MULTILINE)
+    return [(test, said[0] if said else '') for test in failed]
+
+
+def loss_after_training(folder, steps=150):
+    """Nats per byte on Python's standard library, which every machine has."""
+    words = ['train.py', 'baby', '--data=stdlib', f'--steps={steps}', '--eval_every=0', '--eval_tokens=65536',
+             f'--log_every={steps}', '--sample_tokens=0', '--compile=false', f'--out={folder}/out']
+    done = subprocess.run([sys.executable, *words], cwd=folder, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
+    found = re.search(r'validation loss ([\d.]+)', done.stdout)
+    return found[1] if found else done.stdout.strip().splitlines()[-1]
+
+
+def find_error(word):
+    """The Error of a name or a number, and whether it stays secret."""
+    if word.isdecimal() and 1 <= int(word) <= len(ERRORS):
+        # numbers go in an order of their own, or the list would give them away
+        shuffled = sorted(ERRORS, key=lambda error: hashlib.md5(error.name.encode()).digest())
+        return shuffled[int(word) - 1], True
+    for error in ERRORS:
+        if error.name == word:
+            return error, False
+    sys.exit(f'There is no error {word}: give a number from 1 to {len(ERRORS)}, or a name of the list.')
+
+
+def break_one(word, trains):
+    error, secret = find_error(word)
+    folder = tempfile.mkdtemp(prefix='nanoblock-')
+    try:
+        put_in(error, folder)
+    except ValueError as changed:
+        sys.exit(str(changed))
+    print('An error is in: find it.' if secret else error.sentence)
+    caught = failures(error, folder)
+    for test, says in caught:
+        print(f'  {test}\n    {says}')
+    if not caught:
+        print('  No test notices.')
+    if trains:
+        with tempfile.TemporaryDirectory() as right:
+            put_in(Error('none', '', [], ''), right)
+            print(f'  validation loss with it {loss_after_training(folder)}, without it {loss_after_training(right)}')
+    print(f'The files are in {folder}')
+
+
+def list_errors():
+    for error in ERRORS:
+        print(f'  {error.name:20} {error.sentence}')
+    print('python test_model.py break NAME puts one in, break NUMBER (from 1 to '
+          f'{len(ERRORS)}) one that stays secret.')
+
+
+def uncaught_errors():
+    """The names of errors that have no place, or that no test catches. Two run at a time."""
+    def check(error):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                put_in(error, folder)
+            except ValueError as changed:
+                return str(changed)
+            return '' if failures(error, folder) else f'{error.name}: no test notices'
+    with ThreadPoolExecutor(2) as pool:
+        return [sentence for sentence in pool.map(check, ERRORS) if sentence]
+
+
+# -------------------------------------------------------------------------------
+# python test_model.py form: how densely our files are written. For us alone: a fork may break all of it.
+
 AIMS = {  # what we print per file, and what it should be at most (at least, for comments)
     'mean line': 58,
     '% of lines >= 100': 10,
@@ -2529,11 +2754,6 @@ AIMS = {  # what we print per file, and what it should be at most (at least, for
     'longest line': 120,
 }
 DENSE = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda | ast.IfExp
-
-
-def read_source(file):
-    with open(os.path.join(HERE, file), encoding='utf-8') as source:
-        return source.read()
 
 
 def length(node):
@@ -2622,10 +2842,27 @@ def form():
     for what, (much, most) in budgets().items():
         print(f'{what}: {much}, at most {most}{" !" if much > most else ""}')
         wrong += much > most
-    return wrong
+    # the lab
+    uncaught = uncaught_errors()
+    print(f'{len(ERRORS) - len(uncaught)} of {len(ERRORS)} errors of the lab are caught')
+    for sentence in uncaught:
+        print(f'{sentence} !')
+    return wrong + len(uncaught)
+
+
+def main(argv):
+    trains = '--train' in argv
+    match [word for word in argv if word != '--train']:
+        case ['form']:
+            sys.exit(min(1, form()))
+        case ['break']:
+            list_errors()
+        case ['break', word]:
+            break_one(word, trains)
+        case _:
+            sys.exit('usage: python test_model.py form | break [NAME or NUMBER] [--train]; the tests run with: '
+                     'python -m pytest -q')
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] != ['form']:
-        sys.exit('usage: python test_model.py form; the tests run with: python -m pytest -q')
-    sys.exit(min(1, form()))
+    main(sys.argv[1:])
