@@ -55,7 +55,7 @@ class Config:
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
     rope_base: float = 10000.0   # the larger, the slower the rotations; long texts need slow ones
     rope_scaling: str = ''       # for texts longer than trained on: linear,2 or another kind of ROPE_SCALINGS
-    window: int = 0              # a token sees only so many tokens, itself included; 0: all before it
+    window: int = 0              # a token sees only the last `window` tokens, itself included; 0: no limit
 
     # mixture of experts (skip on a first reading)
     n_expert: int = 0            # experts in place of the MLP; 0: one plain MLP
@@ -81,7 +81,7 @@ class Config:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            # three matrices instead of two: 2/3 of the width, up to a multiple of 128, costs the same
+            # It has three matrices, not two, so 2/3 of the width costs the same; up to a multiple of 128.
             if self.mlp == 'swiglu':
                 self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
@@ -133,9 +133,10 @@ class Rope:
     position p, pair i is rotated by the angle p * frequency[i], so positions enter the product
     of a query and a key only through their distance.
 
-    The tables stay in fp32: bf16 would give many neighbouring positions the same angle (of the
-    slowest pair, 2048 positions would share 636). So they are plain tensors, since buffers would
-    be cast with the model, and sent around by DDP in every update.
+    The tables stay in fp32. In bf16 neighbouring positions would round to the same angle: the
+    slowest pair would have only 636 different angles for 2048 positions. They aren't buffers,
+    because model.bfloat16() would cast buffers, and DDP would broadcast them in every forward
+    pass.
     """
 
     def __init__(self, cfg):
@@ -154,7 +155,8 @@ class Rope:
             self.cos, self.sin = cos.to(device), sin.to(device)
 
     def rotate(self, x, pos):
-        """x (B, T, heads, D), its tokens at positions pos (1 or B, T) -> rotated, in fp32."""
+        """x (B, T, heads, D) -> rotated, in fp32. pos: the tokens' positions, (1, T), or (B, T)
+        if each row has its own."""
         cos = self.cos[pos][:, :, None]    # (1 or B, T, 1, D/2)
         sin = self.sin[pos][:, :, None]    # (1 or B, T, 1, D/2)
         a, b = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) twice
@@ -201,15 +203,17 @@ def attention_mask(pos, S, window, causal):
 
     pos: the positions of the new tokens, (1, T), or (B, T) if each row has its own.
 
-    None if nothing is cached and the window hides nothing: SDPA's is_causal then does the same,
-    and faster. With cached tokens it can't: it would take the first new token for position 0.
+    None for an encoder, which sees everything; and if nothing is cached and the window hides
+    nothing, since SDPA's is_causal then does the same, and faster. With cached tokens is_causal
+    would be wrong: it takes the first new token for position 0.
     """
-    if S == pos.shape[1] and not 0 < window < S:
+    nothing_cached = S == pos.shape[1]
+    window_hides = 0 < window < S
+    if not causal or (nothing_cached and not window_hides):
         return None
     query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
     key = torch.arange(S, device=pos.device)  # (S,)
-    # an encoder sees what comes later too
-    mask = (key <= query) | (not causal)      # (1 or B, 1, T, S)
+    mask = key <= query                       # (1 or B, 1, T, S)
     if window:
         mask = mask & (key > query - window)
     # ALiBi, or a mask between documents, goes here: SDPA adds a mask of floats to the scores
@@ -250,7 +254,7 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (self.n_head, self.head_dim))     # (B, T, H, D)
         k = k.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
         v = v.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
-        # autocast makes q bf16, while the weight is fp32; a norm wants both alike
+        # autocast makes q bf16 while the norm's weight is fp32; RMSNorm is fast only if they are alike
         if self.q_norm is not None:
             q = self.q_norm(q.type_as(self.q_norm.weight))
             k = self.k_norm(k.type_as(self.k_norm.weight))
@@ -322,7 +326,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, pos, mask, cache):
-        """x (B, T, C) -> x (B, T, C), and a term that only experts have, otherwise 0.0."""
+        """x (B, T, C) -> x (B, T, C), and the load-balance term of experts, one per row (B,);
+        0.0 without experts."""
         if self.wiring == 'pre':
             # norm before each part: GPT-2, Llama and nearly all since
             x = x + self.drop(self.attn(self.attn_norm(x), pos, mask, cache))
@@ -345,8 +350,8 @@ class Block(nn.Module):
 
 
 def take_positions(x, cache):
-    """The positions of new tokens x, (B, T) or (B, T, C), and how many tokens are then visible:
-    S."""
+    """The positions of new tokens x, (B, T) or (B, T, C), and S, how many tokens are then
+    visible. A cache reserves slots for the new ones."""
     T = x.shape[1]
     if cache is None:
         return torch.arange(T, device=x.device)[None], T  # (1, T), the same in all rows
@@ -381,7 +386,7 @@ class Transformer(nn.Module):
             return self.head(x if all_logits else x[:, -1:])
         refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
-        # this is 0, but it has a gradient, which teaches the router to use all experts
+        # Only for experts: adds 0 to the loss, and a gradient that makes the router use all of them.
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
@@ -391,11 +396,11 @@ class Transformer(nn.Module):
         return self.run_blocks(x, cache)[0]
 
     def run_blocks(self, x, cache=None):
-        """What hidden() returns, and the sum of the blocks' balance terms."""
+        """The last block's normed output (B, T, C), and the sum of the blocks' balance terms."""
         check_room(self.cfg, x, cache)
         pos, S = take_positions(x, cache)  # (1 or B, T)
         mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
-        # the embeddings enter the residual stream, and each block adds to it
+        # ids are embedded; embeddings (of an image's patches, say) enter the residual stream as they are
         if not x.is_floating_point():
             x = self.embed(x)              # (B, T, C)
         if self.rope is None:
@@ -410,7 +415,7 @@ class Transformer(nn.Module):
         return self.norm(x), balance
 
     def head(self, x):
-        """(..., C) -> logits (..., V). Rows that only pad the vocabulary are cut off."""
+        """(..., C) -> logits (..., V), without those of padding rows."""
         if self.lm_head is None:
             logits = F.linear(x, self.embed.weight)  # (..., vocab_rows)
         else:

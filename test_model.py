@@ -1298,6 +1298,23 @@ def test_evaluation_changes_neither_data_nor_losses(corpus, tmp_path):
         losses(run_training(corpus, tmp_path / 'b', '--dropout=0.1'))
 
 
+@pytest.mark.parametrize('family', ['llama', 'mixtral', 'deepseek', 'gpt1'])
+def test_a_model_that_peeks_is_refused_before_it_trains(family, corpus, tmp_path, monkeypatch):
+    run_training(corpus, tmp_path / 'honest', family, '--n_head=2', '--n_embd=32', '--steps=1')
+    monkeypatch.setattr(model_file, 'attention_mask', lambda pos, S, window, causal: torch.ones(
+        1, 1, S, S, dtype=torch.bool).tril(1))
+    with pytest.raises(Refusal, match='logits at position 0 change with the token at position 1'):
+        run_training(corpus, tmp_path / 'peeking', family, '--n_head=2', '--n_embd=32', '--steps=1')
+
+
+def test_evaluation_without_training_gives_nats_and_bits(corpus, tmp_path, capsys):
+    trained_loss = run_training(corpus, tmp_path / 'a')[-1]['val_loss']
+    line = run_training(corpus, tmp_path / 'b', f'--init={tmp_path}/a', '--steps=0')[-1]
+    assert line['val_loss'] == trained_loss and not (tmp_path / 'b' / 'ckpt.pt').exists()
+    assert math.isclose(line['bits_per_byte'], trained_loss / math.log(2), rel_tol=1e-6)     # a byte is a token here
+    assert 'bits per byte' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('optimizer', ['muon', 'adamw'])
 def test_only_matrices_decay(optimizer):
     model = small('gpt2')
@@ -2396,7 +2413,7 @@ REFUSALS = [  # a command, and a part of the sentence that it ends in
     (f'{TRAIN} --vocab_size=200', '200.*256'),
     (f'{TRAIN} encoder', 'causal'),
     (f'{TRAIN} --n_head=3', '32.*3'),
-    (f'{TRAIN} --steps=0', 'steps is 0'),
+    (f'{TRAIN} --steps=-1', 'steps is -1'),
     (f'{TRAIN} --optimizer=sgd', 'sgd'),
     (f'{TRAIN} --data=nowhere', 'nowhere'),
     (f'{TRAIN} bady', 'did you mean baby'),
@@ -2426,7 +2443,7 @@ REFUSALS = [  # a command, and a part of the sentence that it ends in
     ('prepare.py {tmp}', 'Can not read the text'),
     ('prepare.py {tmp}/none.txt', 'Can not read the text.*none.txt'),
     ('prepare.py tinyshakespear', 'did you mean tinyshakespeare'),
-    ('prepare.py openwebtext --source={tmp}/none', 'There is no archive'),
+    ('prepare.py openwebtext --tokenizer=bytes --source={tmp}/none', 'There is no archive'),
     ('bench.py plan nowhere', 'Unknown model nowhere'),
     ('bench.py plan gpt2 --hardware=H1000', 'Unknown hardware H1000; did you mean H100'),
     ('bench.py tran', 'did you mean train'),
@@ -2580,13 +2597,13 @@ ERRORS = [
         return earlier[None, None]
     query = pos''')], 'cached_logits_equal or calls_flash_attention'),
     Error('no-self-cached', 'After cached tokens a token does not see itself: the mask is j < i.', [(
-        'model.py', '(key <= query) | (not causal)', '(key < query) | (not causal)')], 'cached_logits_equal'),
+        'model.py', 'mask = key <= query ', 'mask = key < query ')], 'cached_logits_equal'),
     Error('peek', 'In training a token sees the next one: the mask is j <= i + 1.', [(
         'model.py', '''        return None
     query = pos''', '''        return torch.ones(1, 1, S, S, dtype=torch.bool, device=pos.device).tril(1)
     query = pos''')], 'future_tokens_never'),
     Error('is-causal-cached', 'With cached keys no mask is made: is_causal takes the new token for the first.', [(
-        'model.py', 'if S == pos.shape[1] and not 0 < window < S:', 'if not 0 < window < S:')], 'cached_logits_equal'),
+        'model.py', 'or (nothing_cached and not window_hides)', 'or not window_hides')], 'cached_logits_equal'),
     Error('no-scale', 'The scores are not divided by sqrt(D).', [(
         'model.py', 'mask is None, scale=scale,', 'mask is None, scale=scale or 1.0,')], 'equals_a_loop_in_float64'),
     Error('rope-on-v', 'The values are rotated too.', [(

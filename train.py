@@ -61,7 +61,7 @@ class Settings:
     out: str = ''                # folder of checkpoints and log; '' takes out/PRESET
     init: str = ''               # checkpoint to start from: fine-tuning
     resume: bool = False         # go on from the checkpoint in `out`
-    steps: int = 1000            # updates in the whole run
+    steps: int = 1000            # updates in the whole run; 0: only evaluate
     batch_tokens: int = 16384    # tokens per update, over all devices and micro-batches
     micro_batch: int = 0         # rows that a device takes at once; 0: its whole share
     optimizer: str = 'muon'      # muon (the blocks' matrices; AdamW for the rest) or adamw (everything)
@@ -92,7 +92,7 @@ class Settings:
     checkpoint_activations: bool = False  # compute each block again in the backward pass: less memory
 
     def __post_init__(self):
-        at_least_1 = ('steps', 'batch_tokens', 'log_every', 'muon_steps', 'eval_tokens')
+        at_least_1 = ('batch_tokens', 'log_every', 'muon_steps', 'eval_tokens')
         below_1 = ('beta1', 'beta2', 'muon_momentum')
         words = dict(optimizer=('muon', 'adamw'), decay=('linear', 'cosine'), parallel=('ddp', 'fsdp'))
         for name, value in vars(self).items():
@@ -104,8 +104,8 @@ class Settings:
                 raise ValueError(f'{name} is {value!r}, but must be one of {", ".join(words[name])}')
 
     def due(self, every, step):
-        """Is it time, after `step` updates, for what `every` names (such as 'save_every')?
-        After the last update it always is."""
+        """Is it time, after `step` updates, for what `every` names (such as 'save_every')? After
+        the last update it always is."""
         interval = getattr(self, every)
         return step == self.steps or (interval > 0 and step % interval == 0)
 
@@ -260,6 +260,11 @@ class Data:
         """The validation tokens, at most eval_tokens of them, as `windows_of` yields them."""
         return windows_of(self.val, self.cfg.block_size, self.device, self.settings.eval_tokens)
 
+    def bits_per_byte(self, loss):
+        """A loss in nats per token as bits per byte of text, which compares models with
+        different tokenizers."""
+        return loss / math.log(2) * self.meta['val_tokens'] / self.meta['val_bytes']
+
 
 def windows_of(tokens, T, device, most=2 ** 62):
     """Yields this process's rows of consecutive windows, (inputs, targets), (rows, T) each. Each
@@ -325,7 +330,8 @@ class Muon(torch.optim.Optimizer):
                 p.add_(update, alpha=-group['lr'])
 
     def momentum_of(self, p, decay):
-        """Adds p's gradient to its momentum. Returns Nesterov's momentum, gathered if p is sharded."""
+        """Adds p's gradient to its momentum. Returns Nesterov's momentum, gathered if p is
+        sharded."""
         if p not in self.state:
             self.state[p]['momentum'] = torch.zeros_like(p)
         momentum = self.state[p]['momentum']
@@ -470,8 +476,8 @@ def place(model, settings, device, dtype):
 
 
 def eager():
-    """A context in which nothing is compiled, for evaluations and samples: they have many shapes,
-    and need each of them rarely."""
+    """A context in which nothing is compiled, for evaluations and samples: they have many
+    shapes, and need each of them rarely."""
     return torch.compiler.set_stance('force_eager')
 
 
@@ -741,9 +747,9 @@ class Log:
         self.write(step=step, loss=loss, lr=lr, ms=1000 * seconds, tokens_per_s=rate, mfu=mfu, grad_norm=norm)
         self.n_updates, self.seconds = 0, 0.0
 
-    def evaluation(self, step, loss):
+    def evaluation(self, step, loss, bits):
         self.val_losses[step] = loss
-        self.write(step=step, val_loss=loss)
+        self.write(step=step, val_loss=loss, bits_per_byte=bits)
 
     def best(self):
         """The lowest validation loss so far."""
@@ -905,14 +911,38 @@ def config_for(values, settings, checkpoint, name, meta):
 
 
 def make_model(cfg, settings, checkpoint):
-    """A model with the checkpoint's weights; without a checkpoint, with those that the seed gives."""
+    """A model with the checkpoint's weights; without a checkpoint, with those that the seed
+    gives."""
     torch.manual_seed(settings.seed)
     model = Transformer(cfg)
     if checkpoint:
         prepare.load_weights(model, checkpoint['model'])
-    elif settings.zero_init:
+    # before the head is zero, and with it all logits
+    if not settings.resume:
+        refuse_peeking(model)
+    if settings.zero_init and not checkpoint:
         zero_outputs(model)
     return model
+
+
+@torch.no_grad()
+def refuse_peeking(model):
+    """Raises Refusal if earlier logits change with a later token. It takes milliseconds, and the
+    loss of a model that sees its targets looks wonderful."""
+    T = min(16, model.cfg.block_size)
+    changed_at = sorted({1, T // 2, T - 1}) if T > 1 else []
+    # one row as it is, and one for each change
+    rows = torch.arange(T).repeat(1 + len(changed_at), 1) % model.cfg.vocab_size  # (rows, T)
+    for row, t in enumerate(changed_at, 1):
+        rows[row, t] = (rows[row, t] + 1) % model.cfg.vocab_size
+    logits = model.eval()(rows, all_logits=True)                  # (rows, T, V)
+    spread = logits.max() - logits.min()
+    for row, t in enumerate(changed_at, 1):
+        moved = (logits[row, :t] - logits[0, :t]).abs().amax(-1)  # (t,)
+        if moved.max() > 1e-5 * spread:
+            position = int(moved.argmax())
+            raise Refusal(f'This model peeks: its logits at position {position} change with the token at position '
+                          f'{t}, so its loss would mean nothing; look at its mask.')
 
 
 def prepare_run(values, settings, checkpoint):
@@ -951,6 +981,9 @@ def training_loop(run, data, log, signals):
     evaluation_due = run.step > 0 and settings.due('eval_every', run.step)
     if evaluation_due and run.step not in log.val_losses:
         validate(run, data, log)
+    # nothing to train
+    if settings.steps == 0:
+        validate(run, data, log)
     stopped = False
     while run.step < settings.steps and not stopped:
         # one update; the next batch is read meanwhile
@@ -970,12 +1003,14 @@ def training_loop(run, data, log, signals):
 
 
 def validate(run, data, log):
-    """Prints the validation loss and a sample, and writes best.pt if the loss is the lowest so far."""
+    """Prints the validation loss and a sample, and writes best.pt if the loss is the lowest so
+    far."""
     loss = run.evaluate(data.windows())
-    say(f'{run.step:>7}/{run.settings.steps}  validation loss {loss:.4f}')
+    bits = data.bits_per_byte(loss)
+    say(f'{run.step:>7}/{run.settings.steps}  validation loss {loss:.4f}, {bits:.4f} bits per byte')
     if loss < log.best():
         run.save(os.path.join(run.settings.out, 'best.pt'), data, resumable=False)
-    log.evaluation(run.step, loss)
+    log.evaluation(run.step, loss, bits)
     # a sharded model writes no sample: it would be gathered for each token
     if run.settings.sample_tokens and not sharded(run.settings):
         with eager():
