@@ -821,8 +821,11 @@ def explicit_attention(q, k, v, mask, causal, scale=None):
     scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)  # (B, H, T, S)
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
+    # a mask of bools says what may be seen, one of floats is added
+    if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
     return scores.softmax(-1) @ v                       # (B, H, T, D)
 
 

@@ -128,6 +128,14 @@ def make_norm(cfg, width):
     return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias)
 
 
+class InnerNorm(nn.RMSNorm):
+    """RMSNorm of what a linear layer has made: autocast makes that bf16 while the weight is
+    fp32, and RMSNorm is fast only if they are alike."""
+
+    def forward(self, x):
+        return super().forward(x.type_as(self.weight))
+
+
 class Rope:
     """Rotary positions (arXiv:2104.09864). Dimensions i and i + D/2 of a head form a pair. At
     position p, pair i is rotated by the angle p * frequency[i], so positions enter the product
@@ -193,7 +201,7 @@ class ToResidual(nn.Linear):
     weights smaller than others."""
 
 
-def attention_mask(pos, S, window, causal):
+def attention_mask(cfg, pos, S):
     """Which of S slots each new token may see, (1 or B, 1, T, S). Slot j holds position j.
 
         three new tokens at positions 2, 3, 4; S = 5       the same, window = 2
@@ -208,14 +216,14 @@ def attention_mask(pos, S, window, causal):
     would be wrong: it takes the first new token for position 0.
     """
     nothing_cached = S == pos.shape[1]
-    window_hides = 0 < window < S
-    if not causal or (nothing_cached and not window_hides):
+    window_hides = 0 < cfg.window < S
+    if not cfg.causal or (nothing_cached and not window_hides):
         return None
     query = pos[:, None, :, None]             # (1 or B, 1, T, 1)
     key = torch.arange(S, device=pos.device)  # (S,)
     mask = key <= query                       # (1 or B, 1, T, S)
-    if window:
-        mask = mask & (key > query - window)
+    if cfg.window:
+        mask = mask & (key > query - cfg.window)
     # ALiBi, or a mask between documents, goes here: SDPA adds a mask of floats to the scores
     return mask
 
@@ -246,18 +254,15 @@ class Attention(nn.Module):
         self.w_qkv = Fused(cfg.n_embd, [q_width, kv_width, kv_width], cfg.bias or cfg.qkv_bias)
         self.w_out = ToResidual(q_width, cfg.n_embd, cfg.bias)
         # one norm for the queries of all heads, one for the keys
-        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
-        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
+        self.q_norm = InnerNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = InnerNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x, pos, mask, cache):
         q, k, v = self.w_qkv(x)                               # (B, T, H D), (B, T, K D) twice
         q = q.unflatten(-1, (self.n_head, self.head_dim))     # (B, T, H, D)
         k = k.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
         v = v.unflatten(-1, (self.n_kv_head, self.head_dim))  # (B, T, K, D)
-        # autocast makes q bf16 while the norm's weight is fp32; RMSNorm is fast only if they are alike
-        if self.q_norm is not None:
-            q = self.q_norm(q.type_as(self.q_norm.weight))
-            k = self.k_norm(k.type_as(self.k_norm.weight))
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q = self.rope.rotate(q, pos)
             k = self.rope.rotate(k, pos)
@@ -399,13 +404,13 @@ class Transformer(nn.Module):
         """The last block's normed output (B, T, C), and the sum of the blocks' balance terms."""
         check_room(self.cfg, x, cache)
         pos, S = take_positions(x, cache)  # (1 or B, T)
-        mask = attention_mask(pos, S, self.cfg.window, self.cfg.causal)
+        mask = attention_mask(self.cfg, pos, S)
         # ids are embedded; embeddings (of an image's patches, say) enter the residual stream as they are
         if not x.is_floating_point():
             x = self.embed(x)              # (B, T, C)
-        if self.rope is None:
+        if self.embed_pos is not None:
             x = x + self.embed_pos(pos)
-        else:
+        if self.rope is not None:
             self.rope.move_to(x.device)
         x = self.drop(x)
         balance = 0.0
@@ -697,21 +702,19 @@ class LatentAttention(nn.Module):
         self.q_split = cfg.head_dim - cfg.rope_dim, cfg.rope_dim
         self.scale = latent_scale(cfg)
         # queries, straight from x or from a latent of their own
-        self.has_q_latent = cfg.q_rank > 0
-        if self.has_q_latent:
-            self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(cfg.q_rank, eps=cfg.norm_eps)
+        self.w_q_latent = nn.Linear(cfg.n_embd, cfg.q_rank, bias=False) if cfg.q_rank else nn.Identity()
+        self.q_norm = InnerNorm(cfg.q_rank, cfg.norm_eps) if cfg.q_rank else nn.Identity()
         self.w_q = nn.Linear(cfg.q_rank or cfg.n_embd, cfg.n_head * cfg.head_dim, bias=False)
         # the latent and the shared key, then keys and values from the latent
         self.w_kv_latent = Fused(cfg.n_embd, [cfg.kv_rank, cfg.rope_dim])
-        self.kv_norm = nn.RMSNorm(cfg.kv_rank, eps=cfg.norm_eps)
+        self.kv_norm = InnerNorm(cfg.kv_rank, cfg.norm_eps)
         self.w_kv = Fused(cfg.kv_rank, [cfg.n_head * self.q_split[0], cfg.n_head * cfg.v_dim])
         self.w_out = ToResidual(cfg.n_head * cfg.v_dim, cfg.n_embd, bias=False)
 
     def forward(self, x, pos, mask, cache):
         q, q_rope = self.queries(x, pos)                    # (B, H, T, P), (B, H, T, R)
         latent, k_rope = self.w_kv_latent(x)                # (B, T, kv_rank), (B, T, R)
-        latent = self.kv_norm(latent.type_as(self.kv_norm.weight))
+        latent = self.kv_norm(latent)
         k_rope = self.rope.rotate(k_rope[:, :, None], pos)  # (B, T, 1, R)
         latent = latent.type_as(q)[:, None]                 # (B, 1, T, kv_rank)
         k_rope = k_rope.type_as(q).transpose(1, 2)          # (B, 1, T, R)
@@ -726,9 +729,7 @@ class LatentAttention(nn.Module):
     def queries(self, x, pos):
         """x (B, T, C) -> the plain part (B, H, T, P) and the rotated part (B, H, T, R) of each
         head's query."""
-        if self.has_q_latent:
-            x = self.w_q_latent(x)                        # (B, T, q_rank)
-            x = self.q_norm(x.type_as(self.q_norm.weight))
+        x = self.q_norm(self.w_q_latent(x))               # (B, T, C or q_rank)
         q = self.w_q(x).unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
         q, q_rope = q.split(self.q_split, dim=-1)         # (B, T, H, P), (B, T, H, R)
         q_rope = self.rope.rotate(q_rope, pos).type_as(q)

@@ -322,7 +322,7 @@ def test_a_llama_block_equals_a_loop_in_float64(T):
     assert (ours - loop_block(block, x)).abs().max() < 1e-4 * ours.abs().max()
 
 
-def extras_of(attn):
+def extras_of(attn, cfg):
     """What a hack adds to attention, for naive_attention; fill in what yours adds.
 
     bias(h, query, key): added to the score of head h, between the positions query and key
@@ -342,7 +342,7 @@ def naive_attention(attn, cfg, x, bias=None, sink=None, gate=None):
     def prepared(u, norm, t):
         if cfg.qk_norm:
             u = u / (u.square().mean() + cfg.norm_eps).sqrt() * p[norm]
-        if cfg.pos == 'learned':
+        if cfg.pos != 'rope':
             return u
         turned = u.clone()
         frequency, factor = model_file.rope_frequencies(cfg)
@@ -368,13 +368,15 @@ def naive_attention(attn, cfg, x, bias=None, sink=None, gate=None):
 @pytest.mark.parametrize('family', [name for name in FAMILIES if 'kv_rank' not in FAMILIES[name]])
 @torch.no_grad()
 def test_attention_equals_a_loop_in_float64(family):
-    model = small(family)
-    attn, T = model.blocks[1].attn, 16
-    x = torch.randn(1, T, model.cfg.n_embd, generator=torch.manual_seed(4)) * 0.5
-    pos = torch.arange(T)[None]
-    mask = model_file.attention_mask(pos, T, model.cfg.window, model.cfg.causal)
-    want = naive_attention(attn, model.cfg, x[0], **extras_of(attn))
-    assert (attn(x, pos, mask, None)[0] - want).abs().max() < 1e-4 * want.abs().max()
+    """Inside a block, with the normed input that the block gives it."""
+    model, T = small(family), 16
+    block, seen = model.blocks[1], {}
+    block.register_forward_pre_hook(lambda block, args: seen.update(stream=args[0]))
+    block.attn.register_forward_hook(lambda attn, args, out: seen.update(out=out))
+    model.hidden(ids(1, T))
+    x = seen['stream'] if model.cfg.wiring == 'post' else block.attn_norm(seen['stream'])
+    want = naive_attention(block.attn, model.cfg, x[0], **extras_of(block.attn, model.cfg))
+    assert (seen['out'][0] - want).abs().max() < 1e-4 * want.abs().max()
 
 
 @pytest.mark.parametrize('family', CAUSAL)
@@ -465,7 +467,7 @@ def test_training_calls_flash_attention_without_a_mask(family, monkeypatch):
     monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
     model = small(family).train()
     model(ids(2, 24), ids(2, 24)).backward()
-    masked = model.cfg.window > 0
+    masked = model.cfg.window > 0 or extras_of(model.blocks[0].attn, model.cfg)['bias'] is not None
     assert calls and set(calls) == {(masked, not masked, True)}
 
 
@@ -487,7 +489,7 @@ def loop_mask(pos, S, window, causal):
     ([[0, 1, 2, 3]], 4, 2, True), ([[2, 3, 4], [0, 1, 2]], 5, 0, True), ([[2, 3, 4]], 5, 2, True)])
 def test_a_mask_is_made_only_where_it_hides_something(pos, S, window, built):
     pos = torch.tensor(pos)
-    mask = model_file.attention_mask(pos, S, window, True)
+    mask = model_file.attention_mask(Config(window=window), pos, S)
     assert (mask is not None) == built
     if built:
         assert torch.equal(mask, loop_mask(pos, S, window, True))
@@ -682,6 +684,23 @@ def test_the_loss_in_chunks_is_the_loss_and_minus_one_is_no_target():
         nothing = m(x, torch.full_like(y, -1))
         nothing.backward()
         assert nothing == 0 and all(p.grad.isfinite().all() for p in m.parameters())
+
+
+@pytest.mark.parametrize('family', CAUSAL)
+def test_the_loss_in_chunks_is_the_whole_loss(family):
+    """In training mode, with targets of -1: value and every gradient."""
+    x, y, models = ids(2, 24), ids(2, 24, seed=5), []
+    y[0, :7] = -1
+    for at_once in (2 ** 26, 7 * 97):
+        model = small(family).train()
+        model.logits_at_once = at_once
+        loss = model(x, y)
+        loss.backward()
+        models.append((loss, model))
+    (whole, a), (chunked, b) = models
+    assert torch.allclose(whole, chunked, rtol=1e-5)
+    for (name, p), q in zip(a.named_parameters(), b.parameters()):
+        assert (p.grad - q.grad).abs().max() <= 1e-4 * p.grad.abs().max(), name
 
 
 class SoftCapped(Transformer):
@@ -1301,8 +1320,7 @@ def test_evaluation_changes_neither_data_nor_losses(corpus, tmp_path):
 @pytest.mark.parametrize('family', ['llama', 'mixtral', 'deepseek', 'gpt1'])
 def test_a_model_that_peeks_is_refused_before_it_trains(family, corpus, tmp_path, monkeypatch):
     run_training(corpus, tmp_path / 'honest', family, '--n_head=2', '--n_embd=32', '--steps=1')
-    monkeypatch.setattr(model_file, 'attention_mask', lambda pos, S, window, causal: torch.ones(
-        1, 1, S, S, dtype=torch.bool).tril(1))
+    monkeypatch.setattr(model_file, 'attention_mask', lambda cfg, pos, S: torch.ones(S, S, dtype=torch.bool).tril(1))
     with pytest.raises(Refusal, match='logits at position 0 change with the token at position 1'):
         run_training(corpus, tmp_path / 'peeking', family, '--n_head=2', '--n_embd=32', '--steps=1')
 
@@ -2278,7 +2296,7 @@ def test_explicit_attention_is_sdpa(kv_heads, causal):
     q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, kv_heads, 9, 8), torch.randn(2, kv_heads, 9, 8)
     mask = torch.rand(9, 9) < 0.7
     mask[:, 0] = True
-    for m in (None, mask):
+    for m in (None, mask, torch.randn(9, 9)):
         a, b = (f(q, k, v, m, causal, 0.3) for f in (bench.explicit_attention, model_file.attend))
         assert (a - b).abs().max() < 1e-5
 
