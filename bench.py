@@ -827,12 +827,12 @@ def their_decoding(machine, cfg, n):
     settings = GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
     prompt = torch.randint(cfg.vocab_size, (1, PROMPT), device=machine.device)
 
-    def decoder():
+    def decode_once():
         clock = Clock()
         mask = torch.ones_like(prompt)
         model.generate(prompt, attention_mask=mask, generation_config=settings, streamer=clock)
         return intervals(clock.marks)
-    return decoder
+    return decode_once
 
 
 def decode_table(machine, name, model, decoders, n):
@@ -849,10 +849,10 @@ def decode_table(machine, name, model, decoders, n):
         # the first run is a warm-up, and the first token reads the prompt
         runs = runs[1:]
         seconds, spread = median_and_spread([statistics.mean(tokens[1:]) for tokens in runs])
-        first_token = statistics.median(tokens[0] for tokens in runs)
+        first = statistics.median(tokens[0] for tokens in runs)
         rows[label] = dict(
             tokens_per_s=1 / seconds, ms=1e3 * seconds, spread=spread, read_bytes_per_s=weight_bytes / seconds,
-            mbu=weight_bytes / seconds / machine.peak_gbs / 1e9, first_token_ms=1e3 * first_token)
+            mbu=weight_bytes / seconds / machine.peak_gbs / 1e9, first_token_ms=1e3 * first)
     title = (f'decode, {name}, one row, {n} tokens after a prompt of {PROMPT}, greedy; '
              f'a token reads {human(weight_bytes, "B")}')
     return Table(title, rows, facts=dict(shape=name, prompt=PROMPT, new_tokens=n, weight_bytes=weight_bytes))
