@@ -646,18 +646,20 @@ class MixtureOfExperts(nn.Module):
         (M, C)."""
         # Visit i of the M A belongs to token i // A. Sorted by expert, each expert's visits are one
         # slice, and so one product.
-        experts, order = chosen.flatten().sort(stable=True)         # (M A,) twice
-        token = order // self.n_active                              # (M A,)
-        weight = weight.flatten()[order]                            # (M A,)
+        experts, order = chosen.flatten().sort(stable=True)      # (M A,) twice
+        token = order // self.n_active                           # (M A,)
+        weight = weight.flatten()[order]                         # (M A,)
         # the experts that are visited, and how often: one wait for the device
         visited = torch.stack(experts.unique_consecutive(return_counts=True)).tolist()
-        y = torch.zeros_like(x)                                     # (M, C)
+        # unbind, since the gradient of each w_up[expert] would be as large as w_up
+        w_up, w_down = self.w_up.unbind(), self.w_down.unbind()  # (2 F, C), (C, F) E times
+        y = torch.zeros_like(x)                                  # (M, C)
         start = 0
         for expert, n in zip(*visited):
-            rows = token[start:start + n]                           # (n,)
-            up = F.linear(x[rows], self.w_up[expert])               # (n, 2 F)
-            gate, up = up.split(self.roles, dim=-1)                 # (n, F) twice
-            out = F.linear(F.silu(gate) * up, self.w_down[expert])  # (n, C)
+            rows = token[start:start + n]                        # (n,)
+            up = F.linear(x[rows], w_up[expert])                 # (n, 2 F)
+            gate, up = up.split(self.roles, dim=-1)              # (n, F) twice
+            out = F.linear(F.silu(gate) * up, w_down[expert])    # (n, C)
             out = out * weight[start:start + n, None]
             y.index_add_(0, rows, out.type_as(y))
             start += n
