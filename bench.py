@@ -905,8 +905,8 @@ def positions_table(machine, model, decoder, step):
     with torch.no_grad():
         timings = measure(forwards, machine.device, 3, 1)
     curves['no cache'] = lengths, [1e3 * seconds for seconds, _ in timings]
-    train.draw(os.path.join(machine.options.out, 'decode.png'), curves, xlabel='position', ylabel='ms per token',
-               yscale='log')
+    train.draw(os.path.join(machine.options.out, 'decode.png'), curves, title='time of a token against its position',
+               xlabel='position', ylabel='ms per token', yscale='log', yticks=(10, 20, 50, 100, 200, 500))
     return table
 
 
@@ -984,8 +984,8 @@ def attentions(machine):
     curves = {}
     for kind in ('explicit', 'sdpa'):
         curves[kind] = lengths, [row[f'{kind}_bytes'] / 1e6 for row in rows.values()]
-    train.draw(os.path.join(machine.options.out, 'attention.png'), curves, xlabel='T', ylabel='MB at once',
-               xscale='log', yscale='log')
+    train.draw(os.path.join(machine.options.out, 'attention.png'), curves, title='memory of attention, 8 heads of 64',
+               xlabel='T', ylabel='MB at once', xscale='log', yscale='log', xticks=lengths, yticks=(1, 10, 100, 1000))
     title = 'attention, forward and backward, 8 heads of 64, causal; bytes of the tensors that exist at once'
     return [Table(title, rows)]
 

@@ -43,19 +43,19 @@ class Config:
     mlp: str = 'swiglu'          # swiglu, gelu (exact) or gelu_tanh (GPT-2's approximation)
     pos: str = 'rope'            # rope (rotary) or learned (one vector per position)
     wiring: str = 'pre'          # where the norms stand: pre, post or parallel, see Block.forward
-    bias: bool = False           # biases in linear layers and LayerNorm; never in head, router and RMSNorm
+    bias: bool = False           # biases in linear layers and LayerNorm, but not in head and router
     tie: bool = False            # the head shares the embedding's matrix
     dropout: float = 0.0         # on the embedding, and on what each part adds to the residual stream
     causal: bool = True          # false: an encoder, whose tokens see all tokens; it can't generate
 
     # rarer switches
-    vocab_multiple: int = 1      # embedding and head get rows up to a multiple of this; 64 suits a GPU
+    vocab_multiple: int = 1      # embedding and head get rows to a multiple of this; 64 suits a GPU
     norm_eps: float = 1e-5       # added to the mean square (or variance) before the square root
     qkv_bias: bool = False       # biases in the query, key and value projections only
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
     rope_base: float = 10000.0   # the larger, the slower the rotations; long texts need slow ones
-    rope_scaling: str = ''       # for texts longer than trained on: linear,2 or another kind of ROPE_SCALINGS
-    window: int = 0              # a token sees only the last `window` tokens, itself included; 0: no limit
+    rope_scaling: str = ''       # for longer texts than trained on: linear,2 or another of ROPE_SCALINGS
+    window: int = 0              # a token sees the last `window` tokens, itself included; 0: no limit
 
     # mixture of experts (skip on a first reading)
     n_expert: int = 0            # experts in place of the MLP; 0: one plain MLP
@@ -81,7 +81,7 @@ class Config:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            # It has three matrices, not two, so 2/3 of the width costs the same; up to a multiple of 128.
+            # three matrices, not two, so 2/3 of the width costs the same; a multiple of 128
             if self.mlp == 'swiglu':
                 self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
@@ -391,7 +391,7 @@ class Transformer(nn.Module):
             return self.head(x if all_logits else x[:, -1:])
         refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
-        # Only for experts: adds 0 to the loss, and a gradient that makes the router use all of them.
+        # only for experts: adds 0, and a gradient that makes the router use all of them
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
@@ -405,7 +405,7 @@ class Transformer(nn.Module):
         check_room(self.cfg, x, cache)
         pos, S = take_positions(x, cache)  # (1 or B, T)
         mask = attention_mask(self.cfg, pos, S)
-        # ids are embedded; embeddings (of an image's patches, say) enter the residual stream as they are
+        # ids are embedded; embeddings, of an image's patches, say, are taken as they are
         if not x.is_floating_point():
             x = self.embed(x)              # (B, T, C)
         if self.embed_pos is not None:
@@ -827,11 +827,12 @@ class KVCache:
         twice."""
         # slot pos[b, t] of row b; two index tensors around a slice give (B, T, K, D)
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
-        self.k[layer][row, :, self.pos] = k.transpose(1, 2).to(self.k[layer].dtype)  # (B, T, K, D)
-        self.v[layer][row, :, self.pos] = v.transpose(1, 2).to(self.v[layer].dtype)  # (B, T, K, D)
-        k_seen = self.k[layer][:, :, :self.visible].to(k.dtype)  # (B, K, S, D)
-        v_seen = self.v[layer][:, :, :self.visible].to(v.dtype)  # (B, K, S, D)
-        return k_seen, v_seen
+        all_k, all_v = self.k[layer], self.v[layer]                  # (B, K, max_len, D) twice
+        all_k[row, :, self.pos] = k.transpose(1, 2).to(all_k.dtype)  # (B, T, K, D)
+        all_v[row, :, self.pos] = v.transpose(1, 2).to(all_v.dtype)  # (B, T, K, D)
+        seen_k = all_k[:, :, :self.visible].to(k.dtype)              # (B, K, S, D)
+        seen_v = all_v[:, :, :self.visible].to(v.dtype)              # (B, K, S, D)
+        return seen_k, seen_v
 
     def truncate(self, length):
         """Forgets the tokens from position `length` on: an int, or one per row (B,)."""

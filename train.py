@@ -690,6 +690,10 @@ def draw(path, curves, **settings):
     for label, (xs, ys) in curves.items():
         axes.plot(xs, ys, label=label, marker='.' if len(xs) < 20 else None)
     axes.set(**settings)
+    # plain numbers, also on a log scale, and none between the main ticks, where they would collide
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter('{x:g}')
+        axis.set_minor_formatter('')
     axes.legend()
     with prepare.write_atomically(path) as file:
         axes.figure.savefig(file, format='png', dpi=120)
