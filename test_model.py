@@ -2284,8 +2284,11 @@ def test_saved_activations_agree_with_korthikantis_formula(T, heads, explicit):
     assert dropped == 3 * T * 128 * (34 + 2 * heads * T / 128)
 
 
+# the families that transformers has; the formula of a plan need not know a block of yours
+PROVEN = sorted({'llama3', 'llama3.1', 'encoder', *(a.family for a in prepare.ARCHITECTURES.values())})
 BLOCKS = {
-    **FAMILIES, 'gelu': dict(mlp='gelu'), 'qk_norm, learned': dict(qk_norm=True, pos='learned'),
+    **{name: FAMILIES[name] for name in PROVEN},
+    'gelu': dict(mlp='gelu'), 'qk_norm, learned': dict(qk_norm=True, pos='learned'),
     'qk_norm, MQA': dict(qk_norm=True, n_kv_head=1), 'q_rank': {**FAMILIES['deepseek'], 'q_rank': 48},
     'all experts': dict(n_expert=4, n_active=4, n_shared=1), 'parallel experts': dict(n_expert=4, wiring='parallel')}
 
