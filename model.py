@@ -49,7 +49,7 @@ class Config:
     causal: bool = True          # false: an encoder, whose tokens see all tokens; it can't generate
 
     # rarer switches
-    vocab_multiple: int = 1      # embedding and head get rows to a multiple of this; 64 suits a GPU
+    vocab_multiple: int = 1      # rows of embedding and head, rounded up to a multiple of this; a GPU likes 64
     norm_eps: float = 1e-5       # added to the mean square (or variance) before the square root
     qkv_bias: bool = False       # biases in the query, key and value projections only
     qk_norm: bool = False        # RMSNorm on each head's queries and keys, before they are rotated
@@ -74,14 +74,14 @@ class Config:
     v_dim: int = 0               # width of a value head; 0: head_dim
 
     def __post_init__(self):
-        # as given, zeros included: copy() starts from these, and derives the rest anew
+        # the values before derivation: copy(n_embd=...) starts from these, and derives the rest anew
         self.given = {field.name: getattr(self, field.name) for field in fields(self)}
         check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            # three matrices, not two, so 2/3 of the width costs the same; a multiple of 128
+            # It has three matrices, not two: 2/3 of 4 n_embd costs the same; up to a multiple of 128.
             if self.mlp == 'swiglu':
                 self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
@@ -129,8 +129,8 @@ def make_norm(cfg, width):
 
 
 class InnerNorm(nn.RMSNorm):
-    """RMSNorm of what a linear layer has made: autocast makes that bf16 while the weight is
-    fp32, and RMSNorm is fast only if they are alike."""
+    """RMSNorm behind a linear layer. Under autocast x is bf16 there and the weight fp32; that
+    mixture would miss the fast kernel, so x is cast first."""
 
     def forward(self, x):
         return super().forward(x.type_as(self.weight))
@@ -202,7 +202,8 @@ class ToResidual(nn.Linear):
 
 
 def attention_mask(cfg, pos, S):
-    """Which of S slots each new token may see, (1 or B, 1, T, S). Slot j holds position j.
+    """Which of S key/value slots each new token may see, (1 or B, 1, T, S). Slot j holds
+    position j.
 
         three new tokens at positions 2, 3, 4; S = 5       the same, window = 2
             2   x x x . .                                      . x x . .
@@ -211,9 +212,9 @@ def attention_mask(cfg, pos, S):
 
     pos: the positions of the new tokens, (1, T), or (B, T) if each row has its own.
 
-    None for an encoder, which sees everything; and if nothing is cached and the window hides
-    nothing, since SDPA's is_causal then does the same, and faster. With cached tokens is_causal
-    would be wrong: it takes the first new token for position 0.
+    None where SDPA needs no mask: in an encoder, which sees everything; and if nothing is cached
+    and the window hides nothing, since is_causal then does the same, and faster. With cached
+    tokens is_causal would be wrong: it takes the first new token for position 0.
     """
     nothing_cached = S == pos.shape[1]
     window_hides = 0 < cfg.window < S
@@ -224,7 +225,8 @@ def attention_mask(cfg, pos, S):
     mask = key <= query                       # (1 or B, 1, T, S)
     if cfg.window:
         mask = mask & (key > query - cfg.window)
-    # ALiBi, or a mask between documents, goes here: SDPA adds a mask of floats to the scores
+    # ALiBi, or a mask between documents, goes here, in place of the early return: SDPA adds a mask
+    # of floats to the scores
     return mask
 
 
@@ -266,7 +268,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             q = self.rope.rotate(q, pos)
             k = self.rope.rotate(k, pos)
-        # from fp32 back to v's dtype, and heads before tokens
+        # rotations and norms give fp32; SDPA wants one dtype, and heads before tokens
         q = q.type_as(v).transpose(1, 2)                      # (B, H, T, D)
         k = k.type_as(v).transpose(1, 2)                      # (B, K, T, D)
         v = v.transpose(1, 2)                                 # (B, K, T, D)
@@ -355,11 +357,12 @@ class Block(nn.Module):
 
 
 def take_positions(x, cache):
-    """The positions of new tokens x, (B, T) or (B, T, C), and S, how many tokens are then
-    visible. A cache reserves slots for the new ones."""
+    """x: ids (B, T), or embeddings (B, T, C). Returns the positions of these new tokens, and S,
+    how many tokens are then visible."""
     T = x.shape[1]
     if cache is None:
         return torch.arange(T, device=x.device)[None], T  # (1, T), the same in all rows
+    # reserves T slots in each row
     pos = cache.extend(T)                                 # (B, T), each row has its own
     return pos, cache.visible
 
@@ -391,7 +394,7 @@ class Transformer(nn.Module):
             return self.head(x if all_logits else x[:, -1:])
         refuse_if(not self.cfg.causal, 'causal=false: each token sees its target, so no loss')
         loss = self.loss(x, targets)
-        # only for experts: adds 0, and a gradient that makes the router use all of them
+        # experts: the value is 0, so the loss stays cross-entropy; the gradient is the balance term's
         if self.cfg.n_expert:
             loss = loss + self.cfg.balance * balance_gradient(balance, targets)
         return loss
@@ -827,11 +830,11 @@ class KVCache:
         twice."""
         # slot pos[b, t] of row b; two index tensors around a slice give (B, T, K, D)
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]  # (B, 1)
-        all_k, all_v = self.k[layer], self.v[layer]                  # (B, K, max_len, D) twice
+        all_k, all_v = self.k[layer], self.v[layer]      # (B, K, max_len, D) twice
         all_k[row, :, self.pos] = k.transpose(1, 2).to(all_k.dtype)  # (B, T, K, D)
         all_v[row, :, self.pos] = v.transpose(1, 2).to(all_v.dtype)  # (B, T, K, D)
-        seen_k = all_k[:, :, :self.visible].to(k.dtype)              # (B, K, S, D)
-        seen_v = all_v[:, :, :self.visible].to(v.dtype)              # (B, K, S, D)
+        seen_k = all_k[:, :, :self.visible].to(k.dtype)  # (B, K, S, D)
+        seen_v = all_v[:, :, :self.visible].to(v.dtype)  # (B, K, S, D)
         return seen_k, seen_v
 
     def truncate(self, length):
