@@ -81,7 +81,7 @@ class Config:
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.d_ff == 0:
             self.d_ff = 4 * self.n_embd
-            # It has three matrices, not two: 2/3 of 4 n_embd costs the same; up to a multiple of 128.
+            # swiglu has three matrices, not two: 2/3 of 4 n_embd costs the same; a multiple of 128
             if self.mlp == 'swiglu':
                 self.d_ff = math.ceil(8 / 3 * self.n_embd / 128) * 128
         self.d_expert = self.d_expert or self.d_ff
@@ -97,7 +97,7 @@ class Config:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
 
-# What each family switches (skip on a first reading). Windows, ranks and experts suit a small model.
+# What each family switches (skip on a first reading); windows, ranks and experts fit small models.
 FAMILIES = {
     'gpt1': dict(norm='layer', bias=True, pos='learned', mlp='gelu_tanh', tie=True, wiring='post'),
     # GPT-3 too, except its sparse layers
