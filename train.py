@@ -61,7 +61,7 @@ class Settings:
     out: str = ''                # folder of checkpoints and log; '' takes out/PRESET
     init: str = ''               # checkpoint to start from: fine-tuning
     resume: bool = False         # go on from the checkpoint in `out`
-    steps: int = 1000            # updates in the whole run; 0: only evaluate
+    steps: int = 1000            # updates in the whole run; 0: only evaluate, and write nothing
     batch_tokens: int = 16384    # tokens per update, over all devices and micro-batches
     micro_batch: int = 0         # rows that a device takes at once; 0: its whole share
     optimizer: str = 'muon'      # muon (the blocks' matrices; AdamW for the rest) or adamw (everything)
@@ -533,7 +533,7 @@ class Run:
     """A model in training, after `step` updates. It needs neither a data set nor a folder."""
 
     def __init__(self, model, settings, device, dtype):
-        self.model, self.settings, self.device = model, settings, device
+        self.model, self.settings, self.device, self.dtype = model, settings, device, dtype
         self.step = 0
         self.wrapped, self.cast = place(model, settings, device, dtype)
         self.optimizers = make_optimizers(model, settings)
@@ -702,7 +702,7 @@ def draw(path, curves, **settings):
 class Log:
     """The lines of progress, log.jsonl and loss.png, all written by the first process."""
 
-    def __init__(self, run, device, dtype):
+    def __init__(self, run):
         self.settings = run.settings
         self.path = os.path.join(self.settings.out, 'log.jsonl')
         # a resumed run keeps the lines up to its checkpoint; it will repeat the later ones
@@ -716,8 +716,8 @@ class Log:
         # for MFU, the share of the cards' peak that is used; a backward pass costs twice a forward pass
         cfg = run.model.cfg
         self.flops_per_token = 3 * flops_per_token(cfg, cfg.block_size)
-        self.peak_flops = 1e12 * world() * (peak_tflops(device, dtype) or 0)
-        if device.type == 'cuda' and dtype == torch.float32:
+        self.peak_flops = 1e12 * world() * (peak_tflops(run.device, run.dtype) or 0)
+        if run.device.type == 'cuda' and run.dtype == torch.float32:
             # a GPU uses TF32 here, for which the table has no figure
             self.peak_flops = 0
         # updates since the last line of progress, and their seconds
@@ -950,7 +950,7 @@ def refuse_peeking(model):
 
 
 def prepare_run(values, settings, checkpoint):
-    """Returns the Run, its Data and its Log."""
+    """Returns the Run and its Data. Nothing is written yet, but for a data set that is missing."""
     device, dtype = prepare.pick_device(settings.device, settings.dtype)
     if dtype == torch.float16 and sharded(settings):
         raise Refusal('fsdp has no scaler for fp16: use --parallel=ddp or --dtype=fp32.', 2)
@@ -962,16 +962,22 @@ def prepare_run(values, settings, checkpoint):
     run = Run(make_model(cfg, settings, checkpoint), settings, device, dtype)
     if settings.resume:
         run.restore(checkpoint)
-    else:
-        move_old_run(settings.out)
-    log = Log(run, device, dtype)
-    if run.step >= settings.steps and run.step in log.val_losses:
-        raise Refusal(f'{settings.out} is at update {run.step} already: go on with '
-                      f'--steps={2 * run.step}, say.')
     n_parameters = sum(p.numel() for p in run.model.parameters())
     say(f'{n_parameters:,} parameters, {len(data.train):,} tokens of {name}, {settings.steps:,} updates of '
         f'{settings.batch_tokens:,} tokens; {device} x {world()}, {str(dtype)[6:]}; {settings.out}')
-    return run, data, log
+    return run, data
+
+
+def open_log(run):
+    """The Log of a run, in its folder, where an older run makes room for a new one."""
+    settings = run.settings
+    if not settings.resume:
+        move_old_run(settings.out)
+    log = Log(run)
+    if run.step >= settings.steps and run.step in log.val_losses:
+        raise Refusal(f'{settings.out} is at update {run.step} already: go on with '
+                      f'--steps={2 * run.step}, say.')
+    return log
 
 
 # -------------------------------------------------------------------------------
@@ -984,9 +990,6 @@ def training_loop(run, data, log, signals):
     # a run may have ended after its checkpoint, but before the evaluation that was due
     evaluation_due = run.step > 0 and settings.due('eval_every', run.step)
     if evaluation_due and run.step not in log.val_losses:
-        validate(run, data, log)
-    # nothing to train
-    if settings.steps == 0:
         validate(run, data, log)
     stopped = False
     while run.step < settings.steps and not stopped:
@@ -1006,12 +1009,18 @@ def training_loop(run, data, log, signals):
     log.draw_losses()
 
 
-def validate(run, data, log):
-    """Prints the validation loss and a sample, and writes best.pt if the loss is the lowest so
-    far."""
+def evaluate_only(run, data):
+    """Prints and returns the validation loss, in nats per token and in bits per byte."""
     loss = run.evaluate(data.windows())
     bits = data.bits_per_byte(loss)
     say(f'{run.step:>7}/{run.settings.steps}  validation loss {loss:.4f}, {bits:.4f} bits per byte')
+    return loss, bits
+
+
+def validate(run, data, log):
+    """Prints the validation loss and a sample, and writes best.pt if the loss is the lowest so
+    far."""
+    loss, bits = evaluate_only(run, data)
     if loss < log.best():
         run.save(os.path.join(run.settings.out, 'best.pt'), data, resumable=False)
     log.evaluation(run.step, loss, bits)
@@ -1046,8 +1055,14 @@ def main(argv):
         torch.cuda.set_device(local_rank())
     values, settings, checkpoint = configure(argv)
     join_processes(settings)
+    # without updates nothing is written: a run in the folder stays as it is
+    if settings.steps == 0:
+        evaluate_only(*prepare_run(values, settings, checkpoint))
+        leave_processes()
+        return
     with locked(settings.out):
-        run, data, log = prepare_run(values, settings, checkpoint)
+        run, data = prepare_run(values, settings, checkpoint)
+        log = open_log(run)
         signals = Signals()
         began = time.perf_counter()
         training_loop(run, data, log, signals)
